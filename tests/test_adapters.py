@@ -44,7 +44,7 @@ def latents(method: BSI | BFN | VDM, k: int = 9) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_foreign_denoisers_are_the_predictors_they_should_be(method):
+def test_foreign_denoisers_become_equivalent_predictors(method):
     latent, level = latents(method)
     expected = data().predictor(method)(latent, level)
     found = from_denoiser(method, exact_denoiser, sigma_max=1e4)(latent, level)
@@ -55,7 +55,7 @@ def test_foreign_denoisers_are_the_predictors_they_should_be(method):
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_there_and_back_is_the_same_network(method, dtype, rounding):
+def test_adapters_round_trip_to_the_same_network(method, dtype, rounding):
     """At every level, the sharpest too, where 1 - alpha_bar is 1e-6 and float32 has one digit of it."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.SiLU(), torch.nn.Linear(8, 2)).to(dtype)
@@ -74,7 +74,7 @@ def test_there_and_back_is_the_same_network(method, dtype, rounding):
             torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
 
 
-def test_a_foreign_denoiser_is_never_asked_about_more_noise_than_it_knows():
+def test_a_foreign_denoiser_is_called_only_within_its_noise_range():
     method, asked = BSI(), []
 
     def denoiser(z, sigma):
@@ -90,7 +90,7 @@ def test_a_foreign_denoiser_is_never_asked_about_more_noise_than_it_knows():
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)
-def test_a_foreign_denoiser_generates_from_its_noisiest_level_on(method):
+def test_a_foreign_denoiser_samples_from_its_noisiest_level(method):
     """BSI and BFN start at sigma = infinity, where no denoiser was trained: it is asked at sigma_max instead."""
     noise = torch.randn(64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     grid = paper_grid(method, 64) if isinstance(method, BSI) else geometric_grid(method, 64)
@@ -101,14 +101,14 @@ def test_a_foreign_denoiser_generates_from_its_noisiest_level_on(method):
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0.02)
 
 
-def test_noise_outside_the_models_range_is_refused():
+def test_noise_outside_the_models_range_is_rejected():
     for method, sigma in ((VDM(), 50.0), (VDM(), 1e-4), (BSI(), 1e-5)):
         denoiser = as_denoiser(method, data().predictor(method))
         with pytest.raises(UsageError, match="sigma must be"):
             denoiser(torch.zeros(1, 2, dtype=torch.float64), torch.tensor([sigma], dtype=torch.float64))
 
 
-def test_a_schedule_tells_the_time():
+def test_a_schedule_maps_levels_to_times():
     schedule = Schedule.ddpm()
     times = torch.tensor([0.0, 1.0, 500.0, 999.0])
     table = torch.tensor(schedule.alpha_bar, dtype=torch.float64)

@@ -77,7 +77,7 @@ def rejected(call, *fragments: str) -> None:
 # Methods and mathematics
 
 
-def test_a_belief_prior_broader_than_the_belief_is_refused():
+def test_a_belief_prior_broader_than_the_belief_is_rejected():
     rejected(lambda: bsi.BSI(gamma_0=1e-3), "gamma_0", "0.001", "lambda_0=0.01", "Use gamma_0=lambda_0")
     rejected(lambda: bsi.BSI(gamma_0=NAN), "gamma_0", "nan")
     bsi.BSI(gamma_0=1e-2)
@@ -141,7 +141,7 @@ def test_a_mixture_of_mismatched_parts_is_rejected():
     rejected(lambda: Mixture(at(1.0, 1.0), zeros(2, 3), zeros(2, 3) - 1), "non-negative variances")
 
 
-def test_noising_does_not_sharpen_and_an_interpolant_takes_no_negative_steps():
+def test_noising_towards_less_noise_and_negative_steps_raise():
     method, mu = bsi.BSI(), zeros(1, 1)
     for sharp, level in ((1.0, 1.0), (1.0, 2.0), (1.0, 0.001)):
         rejected(lambda sharp=sharp, level=level: noising(method, mu, mu, at(sharp), at(level)), "sharper")
@@ -267,7 +267,7 @@ def test_data_that_is_not_finite_is_rejected(bins, value):
         model(bins, shape=())(torch.tensor([value, 0.1]))
 
 
-def test_samples_that_are_not_finite_are_an_error_and_not_black_pixels():
+def test_nonfinite_samples_raise():
     network = Identity()
     network.forward = lambda mu, t: mu / 0
     with pytest.raises(NonFinite, match="3 of 3 samples"):
@@ -282,7 +282,7 @@ def test_impossible_bins_and_units_are_rejected():
         rejected(lambda mean=mean, std=std: bsi.Standardize(mean, std), f"std={std}", f"mean={mean}")
 
 
-def test_nothing_has_no_loss_no_bound_and_no_samples():
+def test_empty_batches_are_rejected():
     rejected(lambda: low_discrepancy(0, 0.5), "at least one", "0")
     for kind in (None, bsi.Bins.uint8()):
         for call in (model(kind), model(kind).elbo):
@@ -296,12 +296,12 @@ def test_nothing_has_no_loss_no_bound_and_no_samples():
 # What a newcomer passes
 
 
-def test_data_that_is_no_tensor_is_an_error_with_the_conversion():
+def test_data_that_is_no_tensor_raises_with_the_conversion():
     for call in (model(), model().elbo, model().values, model().check):
         rejected(lambda call=call: call([[0.0, 1.0]]), "got a list", "torch.as_tensor(data)")
 
 
-def test_a_class_or_a_name_in_place_of_an_object_is_an_error_with_the_call():
+def test_a_class_or_a_name_in_place_of_an_object_raises_with_the_call():
     rejected(lambda: bsi.Model(Identity(), bsi.BFN, (2,)), "got BFN. Pass BFN().")
     rejected(lambda: bsi.Model(Identity(), "bsi", (2,)), "'bsi'", "bsi.BSI()")
     rejected(lambda: model(network=Identity), "got Identity. Pass Identity(...).")
@@ -311,7 +311,7 @@ def test_a_class_or_a_name_in_place_of_an_object_is_an_error_with_the_call():
     rejected(lambda: bsi.train(None), "got None", "bsi.recipes.digits()")
 
 
-def test_a_network_that_takes_no_t_is_an_error_with_the_arguments():
+def test_a_network_without_the_argument_t_raises_with_the_arguments():
     class Timeless(torch.nn.Module):
         def forward(self, mu):
             return mu
@@ -340,5 +340,5 @@ def test_a_wrong_sampler_is_rejected_before_the_first_evaluation():
         model().sample(1, stpes=4)
 
 
-def test_usage_errors_carry_the_exit_code_of_usage():
+def test_usage_errors_have_exit_code_2():
     assert (UsageError.code, DataError.code, NonFinite.code) == (2, 3, 5)

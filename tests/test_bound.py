@@ -109,7 +109,7 @@ def test_points_integrate_over_ln_level_under_any_proposal(method, k):
         assert bool(Integral.of(method, proposal, k).at(torch.ones(1)).level <= method.levels.high)
 
 
-def test_exact_is_the_paper_s_equation_for_bsi_and_log_uniform_elsewhere():
+def test_the_exact_proposal_is_the_papers_for_bsi_and_log_uniform_otherwise():
     assert expected_error(BSI(lambda_0=1e-2)).offset == pytest.approx(1e-4)
     assert expected_error(BFN()).offset == expected_error(VDM()).offset == 0
 
@@ -172,7 +172,7 @@ def test_every_proposal_is_unbiased_for_every_sample(method, estimator):
     assert abs(float(total.mean() - true.mean())) < 4.5 * float(total.std()) / math.sqrt(seeds)
 
 
-def test_the_control_variate_pays():
+def test_the_control_variate_reduces_the_error():
     """The same number of evaluations, less variance: of the mean and of one sample."""
     method, x = BSI(), rough(48)
     model = EvaluatedModel.of(method, squash(method), x, BINS)
@@ -184,7 +184,7 @@ def test_the_control_variate_pays():
 
 @pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
 @pytest.mark.slow
-def test_student_intervals_cover_as_often_as_they_say(estimator):
+def test_student_intervals_have_their_nominal_coverage(estimator):
     """Of 80 intervals of 90 per cent, 72 +- 2.7 should hold the true value."""
     method, x = BSI(), rough(40, 4)
     true = float(exact_measurement(method, squash(method), x).sum())
@@ -254,7 +254,7 @@ def pixels(count: int = 50) -> torch.Tensor:
     return torch.randint(0, 17, (count, 1, 4, 4), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
 
 
-def test_a_model_has_every_option_of_the_estimator_and_counts_its_evaluations():
+def test_the_model_passes_every_option_to_the_estimator():
     model, x = small_model(), pixels(40)
     plain = model.bits_per_dim(x, measure=50)
     found = model.elbo(x, proposal="fitted")
@@ -278,7 +278,7 @@ def test_the_result_does_not_depend_on_the_batch_size():
 
 
 @pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
-def test_every_evaluation_of_every_round_has_noise_of_its_own(estimator):
+def test_every_evaluation_has_independent_noise(estimator):
     method = BSI(0.1, alpha_M=30.0)  # whose last belief is wider than a bin: both terms have noise
     model, seen = noted(method)
     target = estimate(model, estimator).monte_carlo_error / 4
@@ -290,7 +290,7 @@ def test_every_evaluation_of_every_round_has_noise_of_its_own(estimator):
 
 
 @pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
-def test_common_random_numbers_make_a_difference_sharper(estimator):
+def test_common_random_numbers_reduce_the_error_of_a_difference(estimator):
     a, b = small_model(0), small_model(0)
     with torch.no_grad():
         b.denoiser.backbone.linear.weight += 0.01
@@ -356,7 +356,7 @@ class Scale(torch.nn.Module):
 
 @pytest.mark.parametrize("count", [1, 3, 13, 16])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_ranks_share_the_batches_of_one(count, size):
+def test_ranks_evaluate_the_batches_of_one(count, size):
     model = EvaluatedModel.of(BSI(), shrink(BSI()), rough(count))
     worlds = [World(Place(rank, size), torch.device("cpu")) for rank in range(size)]
     shared = [ids.tolist() for world in worlds for ids in model.batches(count, 4, world)]

@@ -18,7 +18,7 @@ def path(seed: int = 0, samples: range = range(4), n: int = 3, dtype: torch.dtyp
     return BrownianPath(seed, torch.tensor(list(samples)), (n,), dtype)
 
 
-def test_two_places_have_the_covariance_of_brownian_motion():
+def test_two_times_have_the_covariance_of_brownian_motion():
     """E W(a) W(b) = min(a, b): exactly, from the weights of the Normals they share."""
     for a in PLACES:
         for b in PLACES:
@@ -57,7 +57,7 @@ def test_increments_are_independent_standard_normals():
     assert (increments.pow(4).mean(1) - 3).abs().max() < 4 * math.sqrt(96) * error
 
 
-def test_steps_add_up_whatever_the_grid():
+def test_increments_add_up_on_any_grid():
     """W(b) - W(a) in one step or in many."""
     whole = path()(0.01, 50.0) * math.sqrt(50.0 - 0.01)
     for k in (2, 7, 100):
@@ -68,7 +68,7 @@ def test_steps_add_up_whatever_the_grid():
         torch.testing.assert_close(parts, whole, rtol=0, atol=1e-10)
 
 
-def test_a_path_depends_on_seed_and_sample_alone():
+def test_a_path_depends_on_seed_and_sample_only():
     together = path(seed=3, samples=range(10), n=7, dtype=torch.float32)
     alone = path(seed=3, samples=range(6, 7), n=7, dtype=torch.float32)
     for a, b in ((0.0, 0.01), (0.01, 0.3), (0.3, 1e6)):
@@ -86,16 +86,16 @@ def test_single_precision_follows_double():
         torch.testing.assert_close(single(a, b).double(), double(a, b), rtol=0, atol=2e-5)
 
 
-def test_nothing_is_drawn_where_nothing_is_known():
+def test_a_path_starts_at_zero_information():
     assert not path()(0.0, 0.0).any()
     assert not path().at(0.0).any()
 
 
-def test_a_first_step_from_nothing_is_resolved_however_short():
+def test_a_short_first_step_is_resolved():
     assert torch.isfinite(path()(0.0, 1e-3 * LOW)).all()
 
 
-def test_steps_below_the_resolution_are_refused():
+def test_steps_below_the_resolution_are_rejected():
     assert pytest.approx(0.004, rel=0.05) == RESOLUTION
     with pytest.raises(UsageError, match="independent noise"):
         path()(1.0, 1.0 + RESOLUTION / 1000)

@@ -43,7 +43,7 @@ def data(count: int = 40) -> Tensor:
     [BSI(alpha_M=1e3), BSI(alpha_M=1e3, gamma_0=float("inf")), BFN(sigma_1=0.03), VDM(nu_max=1e3)],
     ids=["BSI", "BSI without belief prior", "BFN", "VDM"],
 )
-def test_every_method_returns_every_bit(method: object) -> None:
+def test_decompression_is_lossless_for_every_method(method: object) -> None:
     ours, x = model(method), data()
     packed = compress(ours, x, steps=6, batch_size=5)
     assert packed.plain < len(x)
@@ -51,20 +51,20 @@ def test_every_method_returns_every_bit(method: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["level", "pixels", "dct"])
-def test_aware_transitions_return_every_bit(name: str) -> None:
+def test_decompression_is_lossless_with_variance_aware_transitions(name: str) -> None:
     ours, x = model(), data()
     variance = named_variance(name, ours.method, ours.denoiser, ours.values(x))
     assert torch.equal(decompress(ours, compress(ours, x, 4, variance).blob), x)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_samples_are_stored_plainly(count: int) -> None:
+def test_few_samples_are_stored_uncompressed(count: int) -> None:
     packed = compress(model(), data(count), steps=8)
     assert packed.plain == count
     assert torch.equal(decompress(model(), packed.blob), data(count))
 
 
-def test_more_bins_than_a_byte() -> None:
+def test_more_than_256_bins_are_compressed() -> None:
     ours = bsi.Model(Shrink(), BSI(alpha_M=1e6), SHAPE, data=Bins.int16()).eval()
     x = torch.randint(0, 65536, (12, *SHAPE), dtype=torch.int32)
     assert torch.equal(decompress(ours, compress(ours, x, steps=3).blob), x)
@@ -82,7 +82,7 @@ def test_the_size_is_the_finite_bound() -> None:
     assert packed.net_bits_per_dim == pytest.approx(float(bound), rel=0.02, abs=3 * bound.monte_carlo_error)
 
 
-def test_no_flipped_byte_goes_unnoticed() -> None:
+def test_every_flipped_byte_is_detected() -> None:
     ours, x = model(), data(30)
     blob = compress(ours, x, steps=3).blob
     for place in range(len(blob)):
@@ -91,7 +91,7 @@ def test_no_flipped_byte_goes_unnoticed() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3, 10, 100, -1])
-def test_a_cut_file_is_rejected(length: int) -> None:
+def test_a_truncated_file_is_rejected(length: int) -> None:
     with pytest.raises(DataError):
         decompress(model(), compress(model(), data(), steps=3).blob[:length])
 
@@ -100,7 +100,7 @@ def resealed(blob: bytes) -> bytes:
     return blob[:-32] + hashlib.sha256(blob[:-32]).digest()
 
 
-def test_damage_behind_a_right_hash_is_an_error_too() -> None:
+def test_damage_with_a_valid_hash_is_rejected() -> None:
     ours, x = model(), data(30)
     blob = compress(ours, x, steps=3).blob
     for place in range(0, len(blob) - 32, 19):
@@ -132,14 +132,14 @@ def test_another_network_is_rejected_before_decoding() -> None:
         decompress(other, blob)
 
 
-def test_other_predictions_are_noticed_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_predictions_are_detected_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     blob = compress(model(), data(), steps=3).blob
     monkeypatch.setattr(Shrink, "forward", lambda self, x, t: 0.1 * x + self.weight + 1e-6)
     with pytest.raises(UsageError, match="predictions"):
         decompress(model(), blob)
 
 
-def test_what_cannot_be_compressed() -> None:
+def test_unsupported_data_is_not_compressed() -> None:
     with pytest.raises(UsageError, match="bins"):
         compress(model(bins=None), data())
     with pytest.raises(UsageError, match="indices"):

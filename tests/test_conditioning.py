@@ -113,7 +113,7 @@ def test_the_moment_matched_prediction_is_exact_for_gaussian_data(method):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_where_nothing_is_known_yet_the_measurement_alone_speaks(method):
+def test_without_information_the_prediction_follows_the_measurement(method):
     """At the first level d x_hat / d psi vanishes; the prediction is still that of y and the prior, nearly."""
     data, y = Mixture.gaussian(at(0.2, 0.1), torch.stack([at(0.3, 0.2), at(0.2, 0.4)])), at(0.9)
     matrix = torch.stack([at(1.0, 0.0)])
@@ -161,7 +161,7 @@ def test_inpainting_by_moments_is_nearer_to_the_posterior_than_replacement(metho
 
 
 @pytest.mark.parametrize("variance", [(0.5, -0.3), (0.5, -0.289)])
-def test_directions_of_negative_variance_are_not_believed(variance):
+def test_directions_of_negative_variance_are_ignored(variance):
     """V + 1 / a is nearly 0 in the second direction, on either side: solving with it is off by 30 or 289 times."""
     method, level, y = BSI(), at(3.0).expand(4), torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).double()
     encoder = method.encoder(level[:1])
@@ -181,7 +181,7 @@ def digits(count: int) -> tuple[bsi.Model, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("solver", "grid"), [(FLOW_SOLVER, Sampler.grid), ("sde2", "geometric")])
-def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
+def test_inpainting_digits_is_better_than_replacement(solver, grid):
     """Conjugate gradients reached errors of 10^9 here. Mean squared error of the lower half over 64 test digits:
 
     0.469 against 0.518 by replacement (ode2, edm), 0.417 against 0.452 (sde2, geometric); the differences are 5.7 and
@@ -203,7 +203,7 @@ def test_half_a_digit_is_finished_better_than_by_replacement(solver, grid):
     assert gap.mean() < -3 * gap.std() / math.sqrt(len(gap))
 
 
-def test_what_is_known_exactly_is_known_to_the_last_bit():
+def test_exactly_known_values_are_kept_bit_for_bit():
     method, data = BSI(), mixture()
     y, mask = torch.full((3, 2), 1 / 3, dtype=torch.float64), torch.tensor([[1.0, 0.0]]).double().expand(3, 2)
     latent = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -211,14 +211,14 @@ def test_what_is_known_exactly_is_known_to_the_last_bit():
     assert torch.equal(found[:, 0], y[:, 0])
 
 
-def test_a_predictor_that_does_not_react_is_corrected_as_if_every_value_might_be_off_as_much():
+def test_a_constant_predictor_is_corrected_by_the_mean_error():
     method = BSI()
     y = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
     predict = measured(method, lambda latent, level: 0 * latent, lambda x: x, y, precision=1e6)
     torch.testing.assert_close(predict(torch.zeros_like(y), at(5.0).expand(1)), y, rtol=1e-3, atol=0)
 
 
-def test_what_is_not_known_may_be_anything():
+def test_unknown_values_may_be_nan():
     predict, latent = mixture().predictor(BSI()), torch.zeros(4, 2, dtype=torch.float64)
     for precision in (100.0, math.inf):
         found = []
@@ -228,7 +228,7 @@ def test_what_is_not_known_may_be_anything():
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_a_measurement_is_of_finite_values():
+def test_measurements_must_be_finite():
     """Bin indices, as integers are elsewhere, made a latent of zeros: the signal was cast to an integer."""
     method, predict, noise = BSI(), mixture().predictor(BSI()), path(3)
     whole, missing = torch.full((3, 2), 200, dtype=torch.uint8), torch.full((3, 2), math.nan, dtype=torch.float64)
@@ -244,7 +244,7 @@ def test_a_measurement_is_of_finite_values():
             refused(missing)
 
 
-def test_a_measured_predictor_differentiates_where_its_caller_does_not():
+def test_a_measured_predictor_differentiates_under_no_grad():
     method, predict = BSI(), mixture().predictor(BSI())
     mask, y = torch.tensor([[1, 0]]).expand(3, 2), torch.ones(3, 2, dtype=torch.float64)
 
@@ -261,7 +261,7 @@ def test_a_measured_predictor_differentiates_where_its_caller_does_not():
     assert torch.equal(sample(method, truths, path(3), geometric_grid(method, 4), "sde2"), expected)
 
 
-def test_impossible_measurements_are_refused():
+def test_impossible_measurements_are_rejected():
     def never(latent: Tensor, level: Tensor) -> Tensor:
         raise AssertionError("evaluated")
 
@@ -280,7 +280,7 @@ def test_impossible_measurements_are_refused():
 # Guidance
 
 
-def test_guidance_goes_from_one_predictor_through_the_other():
+def test_guidance_extrapolates_from_one_predictor_through_the_other():
     one, other = (lambda latent, level, value=value: torch.full_like(latent, value) for value in (3.0, 1.0))
     latent, level = torch.zeros(2, 3), torch.ones(2)
     for scale, expected in ((0.0, 1.0), (1.0, 3.0), (2.5, 6.0)):

@@ -65,7 +65,7 @@ def trained(denoiser: Denoiser, steps: int, tuned: bool, method: Method) -> Deno
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_it_is_the_identity_at_the_last_level_to_the_bit(method: Method) -> None:
+def test_the_consistency_function_is_the_identity_at_the_last_level(method: Method) -> None:
     denoiser = Denoiser(Waves(), method, consistent=True)
     psi, last = torch.randn(5, 2), torch.full((5,), method.levels.high, dtype=torch.float64)
     signal = method.encoder(last).signal.float()[:, None]
@@ -74,7 +74,7 @@ def test_it_is_the_identity_at_the_last_level_to_the_bit(method: Method) -> None
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_it_is_the_denoiser_where_there_is_noise(method: Method) -> None:
+def test_the_consistency_function_is_the_denoiser_at_high_noise(method: Method) -> None:
     plain, psi = Denoiser(Waves(), method), torch.randn(5, 2)
     level = level_at(method, torch.full((5,), 0.5, dtype=torch.float64))
     tuned = Denoiser(plain.backbone, method, consistent=True)
@@ -130,7 +130,7 @@ def test_a_distilled_model_only_draws_samples() -> None:
             verb(x)
 
 
-def test_distilling_is_for_numbers_and_networks_of_ours(tmp_path: Path) -> None:
+def test_distilling_needs_numbers_and_a_package_network(tmp_path: Path) -> None:
     bsi.Model(network(), BSI(), (2,)).save_pretrained(tmp_path / "own")
     with pytest.raises(UsageError, match="recipe"):
         bsi.distill(tmp_path / "own")
@@ -139,7 +139,7 @@ def test_distilling_is_for_numbers_and_networks_of_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_digits_in_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digits_are_drawn_in_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The Fréchet distance of pixels to the test set, with two evaluations, and that of the teacher with 2 and 16."""
     out = tmp_path / "fast"
     assert main(["distill", "digits", "--steps", "600", "--lr", "5e-4", "--out", str(out), "--json"]) == 0

@@ -52,7 +52,7 @@ def test_wiener_is_the_posterior_mean_of_gaussian_data(method):
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 2)])
-def test_a_value_is_predicted_by_the_others_as_a_gaussian_is(shape):
+def test_the_conditional_reference_is_exact_for_gaussian_data(shape):
     """The conditional mean by its textbook formula, from the covariance itself; whatever the value is."""
     x = torch.randn(300, *shape, generator=generator(), dtype=torch.float64).cumsum(-1)
     wiener, rounding = Wiener.fit(BSI(), torch.exp(knots(BSI().levels, 3)), x), 0.01
@@ -73,7 +73,7 @@ def test_a_value_is_predicted_by_the_others_as_a_gaussian_is(shape):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
+def test_the_in_context_reference_is_the_posterior_mean_under_a_histogram(method):
     x = images(400)
     levels = torch.exp(knots(method.levels, 9))
     wiener = Wiener.fit(method, levels, x)
@@ -98,7 +98,7 @@ def test_in_context_is_the_posterior_mean_under_the_context_s_histogram(method):
         torch.testing.assert_close(found, expected.view(400, -1).sum(1), rtol=1e-6, atol=1e-9)
 
 
-def test_values_that_the_data_did_not_have_are_finite():
+def test_values_missing_in_the_data_are_finite():
     """A bin that never occurred, in a context that never did, seen almost without noise."""
     x = BINS.values(torch.randint(0, 2, (30, 1, 4), generator=generator()), torch.float64)
     method = BSI()
@@ -155,7 +155,7 @@ def test_the_regression_finds_the_coefficients_of_the_integrand():
     torch.testing.assert_close(control.known(steady, hats), exact, rtol=0.01, atol=0.0)
 
 
-def test_a_small_pilot_finds_an_exact_reference():
+def test_a_small_pilot_selects_an_exact_reference():
     """Up to where its error is about to vanish, and is all but 0 in most draws."""
     x = images(50)
     basis = Basis.fit(BSI(), x, BINS)

@@ -86,7 +86,7 @@ def test_epsilon_parametrization_solves_for_the_sample(method):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_blend_is_noise_prediction_where_there_is_signal_and_bounded_where_there_is_none(method):
+def test_blend_is_bounded_noise_prediction(method):
     t = torch.tensor([0.0, 1e-9, 0.1, 0.5, 1.0], dtype=torch.float64)
     encoder = method.encoder(method.levels.icdf(t))
     ours, noise = blend(encoder, 0.5), epsilon(encoder)
@@ -150,7 +150,7 @@ def test_bfns_first_prediction_is_finite_in_value_and_gradient(parametrization):
 
 @pytest.mark.parametrize("parametrization", COEFFICIENTS)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_float32_predictions_follow_float64_ones_also_next_to_the_start(method, parametrization):
+def test_float32_predictions_agree_with_float64_near_the_start(method, parametrization):
     """Coefficients are computed in float64: only the latent's own rounding is left, amplified by c_skip and c_out."""
     t = torch.tensor([0.0, 1e-12, 1e-9, 1e-6, 1e-3, 0.1, 0.5, 0.9, 1.0], dtype=torch.float64)
     level = method.levels.icdf(t)

@@ -38,7 +38,7 @@ def test_threads_are_compared_and_restored() -> None:
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(("slow", "threads", "said"), [(3, None, True), (1, None, False), (3, 3, False)])
-def test_a_run_says_when_one_thread_is_faster(slow, threads, said, monkeypatch, tmp_path, capfd) -> None:
+def test_a_run_reports_when_one_thread_is_faster(slow, threads, said, monkeypatch, tmp_path, capfd) -> None:
     """And computes with the threads that it was given: other sums would be rounded differently."""
     plain, work = bsi.backbones.MLPConfig(8, 1), busy(slow)
     recipe = replace(bsi.recipes.digits(), backbone=plain, steps=1, batch=16, threads=threads)
@@ -68,7 +68,7 @@ def test_too_little_memory_for_a_batch_names_the_option_of_the_command():
         torch.empty(1 << 60, dtype=torch.uint8)  # more than any host has
 
 
-def test_the_memory_of_a_host_is_what_is_available_and_what_the_process_holds(tmp_path: Path) -> None:
+def test_host_memory_is_available_plus_held_memory(tmp_path: Path) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     files(tmp_path, {"meminfo": "MemAvailable: 4000 kB\nSwapFree: 1000 kB\n", "self/statm": "900 300 20\n"})
     assert host_memory(1, tmp_path, tmp_path / "none") == 5000 * 1024 + 300 * page
@@ -77,7 +77,7 @@ def test_the_memory_of_a_host_is_what_is_available_and_what_the_process_holds(tm
     assert host_memory(1, nothing, nothing) == os.sysconf("SC_PHYS_PAGES") * page
 
 
-def test_a_control_group_above_the_process_limits_it_and_cached_files_do_not_count(tmp_path: Path) -> None:
+def test_control_groups_limit_memory_and_cached_files_do_not_count(tmp_path: Path) -> None:
     own = "1:cpu:/\n0::/job/step\n"
     files(tmp_path / "proc", {"meminfo": "MemAvailable: 9000 kB\n", "self/statm": "9 0 2\n", "self/cgroup": own})
     stat = "anon 7\ninactive_file 100000\n"

@@ -235,7 +235,7 @@ def test_finite_bound_converges_to_the_infinite_one_from_above(case):
 
 
 @pytest.mark.parametrize("method", [BSI(0.1, alpha_M=300.0), BFN(0.06), VDM(0.05, 300.0)], ids=repr)
-def test_estimates_agree_whatever_the_proposal(method):
+def test_estimates_agree_for_all_proposals(method):
     """Corollary "Importance Sampling": one integral, four proposals, none of them biased."""
     ends = method.levels.low, method.levels.high
     proposals = [
@@ -358,7 +358,7 @@ def record(measured: torch.Tensor, decoded: torch.Tensor | None = None, n: int =
 
 
 @pytest.mark.parametrize(("power", "ratio"), [(1, 1.0), (3, 81 / 70)])
-def test_the_variance_of_unequal_replicates_is_right_for_noise_and_too_large_for_strata(power, ratio):
+def test_the_variance_of_unequal_replicates_is_never_too_small(power, ratio):
     """Replicates of 3 and 2 levels: Var = 1 / m for noise; 1 / m^3 for strata, where the estimate is larger."""
     sizes, generator = torch.tensor([3, 2]), torch.Generator().manual_seed(0)
     error = torch.randn(2, 40_000, generator=generator, dtype=torch.float64) * (sizes[:, None] ** (-power / 2))
@@ -368,7 +368,7 @@ def test_the_variance_of_unequal_replicates_is_right_for_noise_and_too_large_for
         assert claimed / true == pytest.approx(ratio, abs=4 * ratio * math.sqrt(2 / variances))
 
 
-def test_block_sums_show_errors_that_cancel():
+def test_block_sums_include_errors_that_cancel():
     found = replicates(torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64))
     assert found.sample_variance.tolist() == [1.0, 1.0]
     assert found.sum_variance == 0
@@ -376,7 +376,7 @@ def test_block_sums_show_errors_that_cancel():
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own errors", "shared errors"])
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (1, 1, 1, 1, 1)], ids=str)
-def test_the_variance_between_samples_is_unbiased_whatever_the_replicates(sizes, shared):
+def test_the_variance_between_samples_is_unbiased(sizes, shared):
     """Known samples; noise three times as large, in replicates of unequal precision, with and without errors that all
     samples of a replicate share: the average over many estimates is the truth."""
     generator = torch.Generator().manual_seed(2)
@@ -396,7 +396,7 @@ def test_the_variance_between_samples_is_unbiased_whatever_the_replicates(sizes,
 
 
 @pytest.mark.parametrize(("spread", "least", "most"), [(0.0, 0.0, 0.06), (0.3, 0.0, 0.1), (2.0, 0.8, 1.0), (5.0, 1, 1)])
-def test_a_data_error_is_right_or_an_upper_limit_that_is_named(spread, least, most):
+def test_a_data_error_is_right_or_marked_as_an_upper_limit(spread, least, most):
     """400 sets of 40 samples that differ by `spread` under Monte Carlo noise of 2 in each of two replicates.
 
     Differences that the noise hides are called resolved about as seldom as two standard errors promise, and the error
@@ -461,7 +461,7 @@ def test_a_bound_is_a_number_and_can_be_formatted():
     [{"measure": 1}, {"recon": 1}, {"finite_k": 0}, {"target_error": 0.0}, {"batch_size": 0}, {"proposal": "best"}],
     ids=str,
 )
-def test_an_estimator_that_cannot_work_is_rejected(wrong):
+def test_invalid_settings_of_the_estimator_are_rejected(wrong):
     with unchecked(), pytest.raises(UsageError, match=next(iter(wrong))):
         Estimator(**wrong)
 

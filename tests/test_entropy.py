@@ -55,7 +55,7 @@ def test_a_gaussian_never_costs_less_than_its_entropy(name: str, last: float) ->
 
 @pytest.mark.parametrize("count", [2, 17, 256, 65536])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_uniform_bins_cost_their_entropy_whatever_is_predicted(name: str, count: int) -> None:
+def test_uniform_bins_cost_at_least_their_entropy(name: str, count: int) -> None:
     bins = bsi.Bins(-1.0, 1.0, count)
 
     method, index = PRECISIONS[name](1e13), torch.randint(count, (256, 4), generator=torch.Generator().manual_seed(1))
@@ -83,7 +83,7 @@ def test_data_coarser_than_the_last_noise_is_rejected(name: str) -> None:
     continuous(method).double().elbo(1e5 * normal(64, 4).double())
 
 
-def test_repeated_values_declared_continuous_are_said_to_have_no_density() -> None:
+def test_repeated_values_give_a_warning_that_there_is_no_density() -> None:
     model, x = continuous(bsi.BSI()), normal(512, 4)
     for data in ((10 * x).round() / 10, x.clamp(min=0), x.where(torch.arange(4) > 0, 1.0)):
         with pytest.warns(UserWarning, match="repeated"):
@@ -94,7 +94,7 @@ def test_repeated_values_declared_continuous_are_said_to_have_no_density() -> No
 
 
 @pytest.mark.parametrize(("step", "last", "rows"), [(1e-5, 1e12, 2048), (1e-4, 1e10, 200), (2.0**-15, 1e11, 200)])
-def test_rounded_values_declared_continuous_are_said_to_have_no_density(step: float, last: float, rows: int) -> None:
+def test_rounded_values_give_a_warning_that_there_is_no_density(step: float, last: float, rows: int) -> None:
     """Too many different values to be repeated often, but a network could learn their grid."""
     model, x = continuous(bsi.BSI(alpha_M=last), data=bsi.Standardize(0.0, 3.0)), 3 * normal(rows, 4)
     for data in ((x.double() / step).round() * step, ((x.double() / step).round() * step).float()):
@@ -123,7 +123,7 @@ def test_one_column_of_integers_among_many_is_named() -> None:
 # What a binned model takes
 
 
-def test_values_between_0_and_1_for_bins_from_minus_1_are_rejected_and_converted_on_request() -> None:
+def test_values_in_0_to_1_are_rejected_for_bins_from_minus_1() -> None:
     bins, index = bsi.Bins.uint8(), torch.randint(256, (16, 4), generator=torch.Generator().manual_seed(2))
     model, tensor = bsi.Model(Zero(), bsi.BSI(), (4,), bins), (index / 255).float()  # torchvision's ToTensor
     for call in (model, model.elbo):
@@ -151,7 +151,7 @@ def test_a_model_in_double_precision_trains_samples_and_is_evaluated(data: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_weights_in_16_bits_are_computed_with_and_samples_and_bounds_are_not_in_16_bits(dtype: torch.dtype) -> None:
+def test_samples_and_bounds_of_16_bit_weights_are_float32(dtype: torch.dtype) -> None:
     model, x = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(), (4,)), normal(8, 4)
     exact = model.elbo(x)
     found = model.to(dtype).elbo(x)
@@ -159,7 +159,7 @@ def test_weights_in_16_bits_are_computed_with_and_samples_and_bounds_are_not_in_
     assert model.sample(2, steps=2).dtype == torch.float32
 
 
-def test_a_last_precision_too_small_for_the_bins_is_rejected_with_one_that_is_not(tmp_path) -> None:
+def test_a_last_precision_too_small_for_the_bins_is_rejected_with_a_sufficient_one(tmp_path) -> None:
     """16-bit audio with the 8-bit default: more than half of the bound was reconstruction."""
     data = torch.randint(2**16, (64, 4), generator=torch.Generator().manual_seed(3))
     for name, few, more in (("bsi", "alpha_M", 6.7e10), ("bfn", "sigma_1", 3.8e-6), ("vdm", "nu_max", 6.7e10)):

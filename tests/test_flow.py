@@ -44,14 +44,14 @@ def test_the_flow_assigns_the_exact_density_of_a_mixture(method):
     assert flow.bits_per_dim == pytest.approx(flow.nats_per_dim / math.log(2))
 
 
-def test_vdms_prior_is_exact_for_data_of_unit_variance_whatever_its_first_level():
+def test_vdms_prior_is_exact_for_data_of_unit_variance():
     """Such data has latents of unit variance, as its prior has: nothing is lost at a first level far from noise."""
     method, data = VDM(nu_min=1.0, nu_max=1e3), Mixture.isotropic(torch.zeros(1, 2, dtype=torch.float64), 1.0)
     flow = flow_density(method, data.predictor(method), points(4))
     torch.testing.assert_close(flow.log_density, noisy(data, method).log_density(points(4)), rtol=0, atol=1e-5)
 
 
-def test_the_flow_differentiates_where_its_caller_does_not():
+def test_the_flow_differentiates_under_no_grad():
     method, z = BSI(), points(3)
     predict = mixture().predictor(method)
     expected = flow_density(method, predict, z, tolerance=1e-3).log_density
@@ -60,7 +60,7 @@ def test_the_flow_differentiates_where_its_caller_does_not():
     assert torch.equal(found, expected)
 
 
-def test_a_samples_likelihood_does_not_depend_on_its_batch():
+def test_the_likelihood_of_a_sample_does_not_depend_on_its_batch():
     method, z = BSI(), points(6)
     predict, divergence = mixture().predictor(method), hutchinson(3, (2,))
     whole = flow_density(method, predict, z, divergence)
@@ -95,7 +95,7 @@ def test_hutchinsons_estimate_is_unbiased():
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_data_in_bins_has_the_probability_it_has(method):
+def test_data_in_bins_has_its_exact_probability(method):
     """Data on three gray values: P(x) is its weight, less the part of the last level's noise that leaves the bin."""
     bins = Bins.uint8()
     index = torch.tensor([[20, 30], [200, 90], [130, 250]])
@@ -111,7 +111,7 @@ def test_data_in_bins_has_the_probability_it_has(method):
     assert math.isnan(alone.error)  # one sample does not say how much samples differ
 
 
-def test_draws_stay_in_their_bins():
+def test_dequantized_values_stay_in_their_bins():
     """A coarse sigma_1: the last level's noise is wider than a bin."""
     method, bins = BFN(sigma_1=0.02), Bins.uint8()
     seen: list[Tensor] = []
@@ -131,7 +131,7 @@ def test_draws_stay_in_their_bins():
     assert sharp.log_density.isfinite().all()
 
 
-def test_what_is_no_flow_is_refused():
+def test_invalid_flows_are_rejected():
     method = BSI()
     with pytest.raises(UsageError, match="tolerance"):
         flow_density(method, mixture().predictor(method), points(1), tolerance=0.0)

@@ -218,6 +218,6 @@ def test_noising_inverts_the_encoder(method):
 
 
 @pytest.mark.parametrize(("sharp", "level"), [(3.0, 3.0), (2.0, 3.0), (3.0, 0.1)])
-def test_noising_goes_from_a_sharper_belief_to_a_broader_one_alone(sharp, level):
+def test_noising_only_broadens_beliefs(sharp, level):
     with pytest.raises(UsageError, match="lambda_0 <= level < sharp_level"):
         noising(NOISED[0], at(0.0), at(0.0), at(sharp), at(level))

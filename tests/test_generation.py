@@ -54,12 +54,12 @@ EXAMPLES = [test for cls in (bsi.Model, Density) for test in doctest.DocTestFind
 
 
 @pytest.mark.parametrize("example", [test for test in EXAMPLES if test.examples], ids=lambda test: test.name)
-def test_the_example_of_a_docstring_runs(example):
+def test_docstring_examples_run(example):
     found = doctest.DocTestRunner().run(example)
     assert (found.failed, found.attempted) == (0, len(example.examples))
 
 
-def test_every_verb_has_an_example():
+def test_every_public_method_has_an_example():
     verbs = "sample trajectory denoise inpaint restore interpolate predict score log_likelihood elbo from_pretrained"
     assert {f"Model.{verb}" for verb in verbs.split()} <= {test.name for test in EXAMPLES if test.examples}
 
@@ -85,7 +85,7 @@ def test_an_inpainted_part_has_its_conditional_distribution(method):
     assert abs(x[:, 1].var() / variance - 1) < 0.2
 
 
-def test_restoration_knows_the_units_of_the_data_and_an_affine_operator():
+def test_restoration_uses_the_units_of_the_data_with_an_affine_operator():
     """y = 2 u + 3 v + 7 + noise, where the data (u, v) has other units than the network."""
     mean, std = at(10.0, -4.0), at(2.0, 0.5)
     model = exact(data=bsi.Standardize(tuple(mean.tolist()), tuple(std.tolist())))
@@ -99,7 +99,7 @@ def test_restoration_knows_the_units_of_the_data_and_an_affine_operator():
     close(torch.cov(x.T), expected, 0.2 * float(expected.diagonal().max()))
 
 
-def test_measurements_of_several_units_are_restored_and_not_denoised():
+def test_per_column_units_are_restored_and_rejected_by_denoise():
     model = exact(data=bsi.Standardize((1.0, 2.0), (1.0, 10.0)))
     with pytest.raises(UsageError, match="restore"):
         model.denoise(torch.zeros(2, 2), 1.0)
@@ -148,7 +148,7 @@ def test_the_score_is_the_gradient_of_the_log_density_of_the_latent(method):
     assert not torch.equal(model.predict(latent, at(level, 2 * level)), model.predict(latent, level))
 
 
-def test_progress_is_shown_where_it_is_asked_for(capsys):
+def test_progress_is_shown_on_request(capsys):
     model = bsi.Model.from_pretrained("digits")
     images = np.full((2, 1, 8, 8), 8, np.uint8)
     model.sample(2, steps=2, progress=True)

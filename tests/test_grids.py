@@ -23,7 +23,7 @@ def test_grids_rise_from_the_priors_level_to_the_last(method, grid, k):
     assert torch.equal(check_grid(method, levels), levels)
 
 
-def test_for_bsi_and_vdm_the_papers_grid_is_geometric_in_the_information():
+def test_the_papers_grid_is_geometric_for_bsi_and_vdm():
     for method in (BSI(), VDM()):
         torch.testing.assert_close(paper_grid(method, 16), geometric_grid(method, 16), rtol=1e-12, atol=0)
     assert not torch.allclose(paper_grid(BFN(), 16), geometric_grid(BFN(), 16))
@@ -36,7 +36,7 @@ def test_geometric_steps_are_equal_in_the_logarithm_of_the_information(method):
     torch.testing.assert_close(steps, steps.mean().expand_as(steps), rtol=1e-9, atol=0)
 
 
-def test_where_nothing_is_known_the_first_geometric_step_leads_to_edms_most_noise():
+def test_the_first_geometric_step_from_zero_reaches_edms_largest_sigma():
     first = BFN().encoder(geometric_grid(BFN(), 12)[1])
     assert float(first.noise / first.signal) == pytest.approx(80)
 
@@ -64,7 +64,7 @@ def test_the_level_of_a_signal_to_noise_ratio_is_where_the_encoder_has_it(method
 
 
 @pytest.mark.parametrize("method", [*METHODS, BSI(lambda_0=0.1)], ids=repr)
-def test_a_grid_given_as_a_list_or_in_float32_starts_where_the_prior_is(method):
+def test_a_grid_given_as_a_list_or_in_float32_starts_at_the_prior(method):
     """Neither 0.01 nor 0.1 is a number of float32: the nearest is less than the one, and more than the other."""
     levels = geometric_grid(method, 5)
     assert torch.equal(check_grid(method, levels.tolist()), levels)

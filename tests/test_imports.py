@@ -119,7 +119,7 @@ def without_torch(*modules: str) -> list[str]:
     return run.stdout.split()
 
 
-def test_importing_the_package_costs_no_torch():
+def test_importing_the_package_loads_no_torch():
     assert without_torch("bsi") == []
 
 
@@ -132,7 +132,7 @@ LIGHT = [
 ]
 
 
-def test_the_command_line_and_the_recipes_cost_no_torch():
+def test_the_command_line_and_the_recipes_load_no_torch():
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in LIGHT
     ]

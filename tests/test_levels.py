@@ -34,7 +34,7 @@ def test_densities_integrate_to_one(proposal):
 
 
 @pytest.mark.parametrize("proposal", PROPOSALS, ids=repr)
-def test_the_inverse_cdf_leaves_t_of_the_mass_below_it(proposal):
+def test_the_inverse_cdf_has_mass_t_below_it(proposal):
     for t in (0.003, 0.2, 0.5, 0.77, 0.999):
         level = float(proposal.icdf(torch.tensor([t])))
         assert mass(proposal, LOW, level) == pytest.approx(t, abs=1e-6)
@@ -64,7 +64,7 @@ def test_a_fitted_proposal_made_without_gradients_can_be_trained_with():
 
 
 @pytest.mark.parametrize("proposal", [p for p in PROPOSALS if not isinstance(p, Uniform | Fitted)], ids=repr)
-def test_cdf_and_inverse_cdf_undo_each_other(proposal):
+def test_cdf_and_inverse_cdf_are_inverse(proposal):
     t = torch.cat([torch.logspace(-14, -1, 40, dtype=torch.float64), torch.linspace(0, 1, 41, dtype=torch.float64)])
     torch.testing.assert_close(proposal.cdf(proposal.icdf(t)), t, rtol=1e-12, atol=1e-15)
 
@@ -159,7 +159,7 @@ def test_each_low_discrepancy_t_is_uniform():
         assert sorted((t[:, i] * 1000).floor().long().tolist()) == list(range(1000))
 
 
-def test_a_stratified_batch_moves_less_than_an_independent_one():
+def test_stratified_batches_vary_less_than_independent_ones():
     generator = torch.Generator().manual_seed(0)
     stratified = torch.stack(
         [low_discrepancy(32, float(d)).square().mean() for d in torch.rand(400, generator=generator)]

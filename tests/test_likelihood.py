@@ -121,7 +121,7 @@ def test_continuous_data_is_decoded_by_a_plain_normal():
     torch.testing.assert_close(normal(x, x_hat, 50.0), expected, rtol=1e-12, atol=0)
 
 
-def test_eight_bits_are_what_a_uniform_guess_over_a_byte_costs():
+def test_a_uniform_prediction_over_256_bins_costs_eight_bits():
     assert bits_per_dim(torch.tensor([3072 * math.log(256)]), 3072).item() == pytest.approx(8)
 
 

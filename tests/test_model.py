@@ -35,7 +35,7 @@ class Elementwise(torch.nn.Module):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_what_most_users_write(method):
+def test_the_readme_example_works(method):
     """The snippet of the README: train on bytes, sample bytes, print the bound with its two errors."""
     torch.manual_seed(0)
     train = torch.randint(100, 156, (64, 3, 8, 8), dtype=torch.uint8)
@@ -70,7 +70,7 @@ def test_forward_is_the_training_loss_at_stratified_levels():
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def test_levels_are_stratified_over_the_global_batch(monkeypatch):
+def test_levels_of_the_loss_are_stratified_over_the_global_batch(monkeypatch):
     """Four ranks with three samples each see the twelve strata between them, whatever their own random state."""
 
     def on_rank(rank: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_levels_are_stratified_over_the_global_batch(monkeypatch):
 
 @pytest.mark.parametrize("solver", ["posterior", "sde2", "ode2"])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_sample_i_depends_on_seed_and_i_alone(method, solver):
+def test_sample_i_depends_on_seed_and_i_only(method, solver):
     model = bsi.Model(Elementwise(), method, shape=(2, 3))
     whole = model.sample(8, steps=5, seed=11, solver=solver, batch_size=8)
     for size in (1, 3):
@@ -109,7 +109,7 @@ def test_a_sampler_is_a_record_or_its_fields_and_a_range_names_the_samples():
     assert torch.equal(last.x_hat, whole[2:4])
 
 
-def test_a_label_is_that_of_all_samples_or_a_sequence_that_they_take_in_turn():
+def test_labels_are_one_number_or_a_repeated_sequence():
     network = bsi.backbones.build("mlp-8x1", (3,), num_classes=3)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
@@ -168,7 +168,7 @@ def test_numpy_arrays_and_float64_are_data_too():
 
 @pytest.mark.filterwarnings("ignore:.*repeated")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_data_is_computed_with_in_float32(dtype):
+def test_half_precision_data_is_converted_to_float32(dtype):
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)).to(dtype)
     model = bsi.Model(Elementwise(), bsi.BSI(alpha_M=100.0), shape=(4,))
     assert model(x).dtype == torch.float32
@@ -227,7 +227,7 @@ def test_labels_condition_loss_samples_and_bound():
     assert model.elbo(x, labels).nats.shape == (6,)
 
 
-def test_guidance_exaggerates_what_a_label_changes_and_needs_one():
+def test_guidance_amplifies_the_effect_of_a_label_and_needs_one():
     class Told(torch.nn.Module):
         def forward(self, mu, t, cond=None):
             return torch.zeros_like(mu) if cond is None else cond[:, None].to(mu.dtype).expand_as(mu)
@@ -244,7 +244,7 @@ def test_guidance_exaggerates_what_a_label_changes_and_needs_one():
 
 
 @pytest.mark.filterwarnings("ignore:.*repeated")
-def test_an_image_and_a_dictionary_condition_too():
+def test_conditions_may_be_images_and_dictionaries():
     class Superresolution(torch.nn.Module):
         def forward(self, mu, t, cond):
             coarse = torch.nn.functional.interpolate(cond["image"], scale_factor=2.0)

@@ -41,7 +41,7 @@ def test_noise_is_standard_normal(dtype):
     assert scipy.stats.kstest(eps, "norm").pvalue > 1e-3
 
 
-def test_a_samples_number_has_64_bits_as_printed():
+def test_sample_numbers_have_64_bits():
     sample = (3 << 32) + 0x80000005
     expected = normals(words(0x80000005, 0, 3, 7), (1, 2), torch.float64)
     found = standard_normal((2 << 32) + 1, torch.tensor([sample]), 7, (4,), torch.float64)
@@ -109,13 +109,13 @@ def test_the_integer_type_of_a_samples_number_does_not_matter(kind: torch.dtype)
 
 
 @pytest.mark.parametrize(("count", "shape"), [(0, (3, 2)), (2, ()), (2, (1, 1)), (2, (0,)), (0, (3, 0))], ids=str)
-def test_noise_has_the_shape_that_is_asked_for_with_nothing_in_it_too(count: int, shape: tuple[int, ...]) -> None:
+def test_noise_has_the_requested_shape_also_when_empty(count: int, shape: tuple[int, ...]) -> None:
     for dtype in (torch.float16, torch.float32, torch.float64):
         found = standard_normal(1, torch.arange(count), 0, shape, dtype)
         assert (found.shape, found.dtype) == ((count, *shape), dtype)
 
 
-def test_weighted_normals_are_the_sum_of_what_each_place_draws() -> None:
+def test_weighted_normals_are_the_sum_of_single_draws() -> None:
     seed, samples, draws, weights = 9, torch.tensor([4, 2**40]), (7, 0, 12), (0.5, -3.0, 2.0)
     each = [
         w * standard_normal(seed, samples, draw, (6,), torch.float64) for w, draw in zip(weights, draws, strict=True)

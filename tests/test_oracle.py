@@ -73,7 +73,7 @@ def test_gaussian_data_with_a_full_covariance_is_conditioned_by_linear_algebra(m
     assert ours.tolist() == pytest.approx(expected, rel=1e-8)
 
 
-def test_points_without_width_are_recovered_at_the_sharp_end_and_averaged_at_the_start():
+def test_points_without_width_are_recovered_at_the_last_level_and_averaged_at_the_first():
     points = tensor([[-1.0, 0.0], [1.0, 1.0], [0.2, -0.5]])
     for method in METHODS:
         predict = Mixture.isotropic(points, 0.0).predictor(method)
@@ -116,7 +116,7 @@ def test_samples_have_the_mixtures_moments():
     assert abs(product.mean() - expected) < 4 * product.std() / math.sqrt(count)
 
 
-def test_no_prediction_has_a_smaller_error():
+def test_the_oracle_has_the_smallest_error():
     """The posterior mean minimizes E |x - x_hat|^2: any other function of psi does worse."""
     method, count = BSI(), 20_000
     generator = torch.Generator().manual_seed(4)

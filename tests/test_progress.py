@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_pipe_gets_the_beginning_a_line_every_ten_seconds_and_the_end(clock: list[float]) -> None:
+def test_a_pipe_gets_a_line_every_ten_seconds_and_the_end(clock: list[float]) -> None:
     stream = StringIO()
     with Progress("train", 40, "step", stream=stream) as shown:
         for _ in range(40):
@@ -39,14 +39,14 @@ def test_a_pipe_gets_the_beginning_a_line_every_ten_seconds_and_the_end(clock: l
     ]
 
 
-def test_a_plain_line_is_not_repeated_when_nothing_was_done_since(clock: list[float]) -> None:
+def test_an_unchanged_plain_line_is_not_repeated(clock: list[float]) -> None:
     stream = StringIO()
     with pytest.raises(RuntimeError), Progress("prepare", 9, "image", stream=stream):
         raise RuntimeError
     assert stream.getvalue() == "prepare 0/9 images\n"
 
 
-def test_a_resumed_count_does_not_flatter_the_rate(clock: list[float]) -> None:
+def test_a_resumed_count_does_not_inflate_the_rate(clock: list[float]) -> None:
     stream = StringIO()
     with Progress("train", 100, "step", done=90, stream=stream) as shown:
         clock[0] += 2
@@ -79,7 +79,7 @@ def test_units_are_words(clock: list[float]) -> None:
     assert stream.getvalue().splitlines()[-1] == "download 11.0 MB of 170.0 MB · 1.0 MB/s · 2:39 left"
 
 
-def test_a_terminal_that_lacks_our_letters_gets_a_bar_of_others(clock: list[float]) -> None:
+def test_a_terminal_without_unicode_gets_an_ascii_bar(clock: list[float]) -> None:
     stream = Terminal()
     stream.encoding = "ANSI_X3.4-1968"  # what Python calls ASCII in an old locale
     with Progress("train", 4, "step", stream=stream) as shown:
@@ -90,7 +90,7 @@ def test_a_terminal_that_lacks_our_letters_gets_a_bar_of_others(clock: list[floa
 
 
 @pytest.mark.parametrize("end", ["pipe", "/dev/full"])
-def test_a_log_that_cannot_be_written_does_not_end_the_work(end: str) -> None:
+def test_a_log_that_cannot_be_written_does_not_stop_the_work(end: str) -> None:
     if end == "pipe":
         reader, writer = os.pipe()
         os.close(reader)  # as `| head` does

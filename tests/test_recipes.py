@@ -80,7 +80,7 @@ def test_infinity_survives_json() -> None:
     assert from_plain(Recipe, json.loads(json.dumps(to_plain(recipe), allow_nan=False))) == recipe
 
 
-def test_every_kind_is_one_of_ours() -> None:
+def test_recipes_name_only_registered_kinds() -> None:
     assert set(kinds().values()) == {BSI, BFN, VDM, DiTConfig, UNetConfig, MLPConfig, Bins, Symbols, Standardize}
 
 
@@ -107,7 +107,7 @@ def test_every_kind_is_one_of_ours() -> None:
         ({"batch": 0}, "batch must be at least 1"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_by_name(change: dict, message: str) -> None:
+def test_a_file_that_is_no_recipe_is_rejected(change: dict, message: str) -> None:
     plain = to_plain(recipes.digits()) | change
     with pytest.raises(UsageError, match=message):
         from_plain(Recipe, plain)
@@ -136,13 +136,13 @@ def test_the_rate_rises_from_1e_8_and_falls_by_a_cosine() -> None:
     assert replace(o, schedule="constant").rate(10**9, 111) == 1e-3
 
 
-def test_the_average_is_the_weights_up_to_its_first_update() -> None:
+def test_the_average_equals_the_weights_until_its_first_update() -> None:
     ema = Ema(beta=0.9999, start=1000)
     assert [ema.weight(step) for step in (1, 999, 1000)] == [1.0] * 3
     assert ema.weight(1001) == pytest.approx(1e-4)
 
 
-def test_something_is_due_at_multiples_and_at_the_end() -> None:
+def test_intervals_are_due_at_multiples_and_at_the_end() -> None:
     every = Every(journal=50, evaluate=0, sample=100, checkpoint=0)
     assert every.due(49, 1000) == every.due(0 + 1, 1000)
     assert not every.due(49, 1000)
@@ -169,7 +169,7 @@ def test_something_is_due_at_multiples_and_at_the_end() -> None:
         lambda: named_recipe("digitz"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(build) -> None:
+def test_invalid_recipes_are_rejected(build) -> None:
     with pytest.raises(UsageError):
         build()
 
@@ -185,7 +185,7 @@ def test_recipes_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".x", "", "x" * 101, "a b", "x\n", "x\x00"])
-def test_a_name_is_no_path(name: str) -> None:
+def test_a_recipe_name_is_no_path(name: str) -> None:
     """Row 50: it may come from a file, and names the files that are written."""
     with pytest.raises(UsageError, match="letters, digits"):
         replace(recipes.digits(), name=name)

@@ -44,7 +44,7 @@ def path(seed: int = 1, count: int = 48) -> BrownianPath:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_k_steps_yield_k_plus_1_and_cost_the_evaluations_that_are_stated(method, solver):
+def test_k_steps_yield_k_plus_1_states_and_the_stated_evaluations(method, solver):
     predict, grid = Counting(), paper_grid(method, 7)
     steps = list(trajectory(method, predict, path(count=3), grid, solver))
     assert len(steps) == 8
@@ -54,7 +54,7 @@ def test_k_steps_yield_k_plus_1_and_cost_the_evaluations_that_are_stated(method,
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_with_one_path_more_steps_converge_to_one_sample(method):
+def test_samples_of_one_path_converge_with_more_steps(method):
     """Strong convergence of order one: additive noise, and a prediction that the noise moves. Another churn has another
     limit.
     """
@@ -71,7 +71,7 @@ def test_with_one_path_more_steps_converge_to_one_sample(method):
         assert errors[-1] < 0.03
 
 
-def test_with_independent_noise_more_steps_are_another_sample():
+def test_independent_noise_gives_other_samples_with_more_steps():
     method = BSI()
     predict = mixture().predictor(method)
     one, other = (
@@ -83,7 +83,7 @@ def test_with_independent_noise_more_steps_are_another_sample():
 
 @pytest.mark.parametrize("noise", [BrownianPath, SeededNoise])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_sample_i_depends_on_the_seed_and_i_alone(method, noise):
+def test_a_drawn_sample_depends_on_the_seed_and_its_number_only(method, noise):
     """The noise to the last bit; a network may round differently in another batch, so that its samples may too."""
     weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)) / 4
     predict = lambda latent, level: torch.tanh(latent @ weight)  # noqa: E731
@@ -126,7 +126,7 @@ def test_measurements_lead_from_belief_to_belief(method):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_the_mean_of_a_belief_is_the_latent_and_what_a_vdms_latent_says_of_x(method):
+def test_the_belief_mean_is_the_latent_or_vdms_scaled_latent(method):
     for step in trajectory(method, Counting(), path(count=4), geometric_grid(method, 6), "posterior"):
         scale = method.encoder(step.level).signal if isinstance(method, VDM) else 1.0
         torch.testing.assert_close(scale * belief(method, step).mean, step.latent, rtol=1e-12, atol=1e-12)
@@ -152,7 +152,7 @@ def test_a_trajectory_may_start_from_any_latent(method):
     torch.testing.assert_close(again[-1].x_hat, steps[-1].x_hat, rtol=1e-9, atol=1e-9)
 
 
-def test_what_cannot_be_sampled_is_refused_before_the_first_evaluation():
+def test_invalid_sampling_is_rejected_before_the_first_evaluation():
     method = BSI()
 
     def never(latent: Tensor, level: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_gradients_are_kept_only_when_asked_for():
     assert torch.is_grad_enabled()
 
 
-def test_reading_steps_leaves_the_callers_mode_alone():
+def test_iterating_a_trajectory_keeps_the_callers_gradient_mode():
     steps = trajectory(BSI(), lambda latent, level: latent, path(count=3), paper_grid(BSI(), 3))
     for _ in steps:
         assert torch.is_grad_enabled()

@@ -178,7 +178,7 @@ def weak_errors(method: Method, seed: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_on_a_mixture_too_sde2_has_weak_order_two_and_the_papers_sampler_one(method):
+def test_sde2_has_weak_order_two_on_a_mixture(method):
     errors = torch.stack([weak_errors(method, seed) for seed in range(4)]).mean(0).norm(dim=-1)
     orders = torch.log2(errors[:, 0] / errors[:, 1]).tolist()
     assert orders == pytest.approx([2.0, 1.0], abs=0.5)  # two standard errors and a half of sde2's
@@ -193,7 +193,7 @@ def test_every_solver_converges_to_the_data(method, name):
 
 
 @pytest.mark.parametrize("zeta", [0.0, 0.3, 1.0, 3.0])
-def test_churn_keeps_the_marginals_whatever_its_amount(zeta):
+def test_churn_keeps_the_marginals(zeta):
     for method in (BSI(), BFN()):
         law = solved(churn(zeta), method, geometric_grid(method, 1024), DATA)
         torch.testing.assert_close(law.variance, VARIANCES, rtol=3e-3, atol=0)
@@ -221,7 +221,7 @@ def whole_line(method: Method, grid: Tensor) -> Table:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_the_middle_of_the_line_fits_data_with_the_spectrum_of_images_better_than_the_whole_line(method):
+def test_midpoint_extrapolation_is_better_on_the_spectrum_of_images(method):
     """Variances that fall as a power law, as the eigenvalues of images do: relative errors of standard deviations."""
     variance = 50.0 * torch.arange(1, 1400, 10, dtype=torch.float64) ** -1.5
     data = Law(torch.zeros_like(variance), variance)
@@ -344,7 +344,7 @@ def euler_maruyama_rows(method: BSI, grid: Tensor) -> Tensor:
     return torch.cat(steps, dim=1)
 
 
-def test_euler_maruyama_and_the_posterior_step_are_two_first_order_ways_to_one_law():
+def test_euler_maruyama_and_the_posterior_step_converge_to_one_law():
     """Appendix "Stochastic Interpolants": Euler-Maruyama's step uses lambda where the exact update has lambda'."""
     method, theirs, ours = BSI(), [], []
     for k in STEPS:
@@ -398,7 +398,7 @@ def test_bsis_own_churn_is_lambda_minus_lambda_0_over_their_sum(multiple):
 @pytest.mark.parametrize("method", BELIEFS, ids=repr)
 @pytest.mark.parametrize("grid", [paper_grid, edm_grid, geometric_grid, generic_grid])
 @pytest.mark.parametrize("k", [1, 2, 3, 40])
-def test_tables_are_finite_and_the_first_steps_take_the_order_they_can_have(method, grid, k):
+def test_tables_are_finite_and_first_steps_are_of_first_order(method, grid, k):
     levels = grid(method, k)
     for name, solver in SOLVERS.items():
         table = solver(method, levels)
@@ -410,7 +410,7 @@ def test_tables_are_finite_and_the_first_steps_take_the_order_they_can_have(meth
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-def test_bfns_first_step_is_the_posterior_one_whatever_the_solver(name):
+def test_bfns_first_step_is_the_posterior_one_for_every_solver(name):
     method = BFN()
     for grid in (paper_grid(method, 8), geometric_grid(method, 8)):
         first, paper = named_solver(name)(method, grid), posterior(method, grid)
@@ -419,7 +419,7 @@ def test_bfns_first_step_is_the_posterior_one_whatever_the_solver(name):
 
 
 @pytest.mark.parametrize("name", ["sde2", "ode2", "churn"])
-def test_a_step_takes_the_prediction_of_its_middle(name):
+def test_a_step_uses_the_prediction_at_its_middle(name):
     """With predictions that are linear in ln Lambda, what a step adds is its weight times the middle's."""
     for method in (BSI(), BFN(), VDM()):
         grid = generic_grid(method)
@@ -430,6 +430,6 @@ def test_a_step_takes_the_prediction_of_its_middle(name):
         assert added.item() == pytest.approx((weight * 0.5 * (line[i] + line[i + 1])).item(), rel=1e-9)
 
 
-def test_churn_is_named_with_its_amount():
+def test_churn_needs_an_amount():
     grid = geometric_grid(BSI(), 5)
     torch.testing.assert_close(named_solver("churn:0.3")(BSI(), grid).eps, churn(0.3)(BSI(), grid).eps)

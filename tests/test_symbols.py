@@ -84,7 +84,7 @@ ENTROPY = -float((CHAIN.log_prob * CHAIN.table.flatten()).sum())
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 5, 4), (3, 5, 4), (2, 3, 2, 2)])
 @pytest.mark.parametrize("count", [2, 3, 256])
-def test_symbols_become_vectors_of_equal_distance_and_come_back(shape, count):
+def test_symbols_are_embedded_at_equal_distances_and_recovered(shape, count):
     kind = bsi.Symbols(count)
     data = torch.randint(count, (6, *shape), generator=torch.Generator().manual_seed(0))
     model = bsi.Model(Zero(), METHODS[0], shape, data=kind)
@@ -188,7 +188,7 @@ def test_the_probability_of_a_symbol_converges_at_the_order_of_the_solver(solver
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("solver", ["posterior", "mixture", "sde2", "ode2"])
-def test_samples_converge_to_the_law_in_total_variation(method, solver):
+def test_samples_converge_in_total_variation(method, solver):
     num = 4000
     exact, noise_level = CHAIN.table.flatten(), 0.5 * math.sqrt(2 / math.pi / num) * float(CHAIN.table.sqrt().sum())
 
@@ -203,7 +203,7 @@ def test_samples_converge_to_the_law_in_total_variation(method, solver):
     assert variation(64) < 1.8 * noise_level
 
 
-def test_inpainting_follows_the_law_given_the_known_symbols():
+def test_inpainting_follows_the_conditional_distribution():
     method, num = bsi.BSI(alpha_M=LAST), 2000
     model = bsi.Model(Exact(), method, (N,), data=LETTERS).eval()
     given, mask = torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 0, 1])
@@ -299,7 +299,7 @@ def test_the_gradient_of_the_loss_is_right():
 
 
 @pytest.mark.parametrize(("count", "length", "method"), [(2, 5, METHODS[0]), (256, 3, METHODS[1]), (5, 1, METHODS[2])])
-def test_networks_begin_as_the_best_predictor_of_independent_symbols(count, length, method):
+def test_new_networks_are_the_best_predictor_of_independent_symbols(count, length, method):
     data = torch.randint(count, (64, length), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     kind = bsi.Symbols.fit(data, count)
     entropy = -float(torch.tensor(kind.prior).log2()[data.long()].mean())
@@ -327,7 +327,7 @@ def test_guidance_labels_and_the_mixture_work_on_symbols():
         numbers.sample(1, solver="mixture")
 
 
-def test_text_is_read_and_written():
+def test_text_round_trips():
     kind = bsi.Symbols(3, names=("a", "b", "\n"))
     assert kind.text(kind.index("ab\nba")) == "ab\nba"
     assert bsi.Symbols.bytes().text(bsi.Symbols.bytes().index("Grüße")) == "Grüße"
@@ -336,7 +336,7 @@ def test_text_is_read_and_written():
         kind.index("abz")
 
 
-def test_training_fits_the_prior_and_files_keep_it(tmp_path):
+def test_training_fits_the_prior_and_files_store_it(tmp_path):
     optimizer, method = Optimizer(lr=1e-3), bsi.BSI(alpha_M=LAST)
     recipe = Recipe("letters", method, None, Data("letters"), steps=2, batch=8, optimizer=optimizer)
     data, kind = CHAIN.all.to(torch.uint8), bsi.Symbols(K, names=("a", "b", "c"))

@@ -113,7 +113,7 @@ def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", [BFN(sigma_1=1e-3), VDM(nu_max=1e6)], ids=["BFN", "VDM"])
-def test_few_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
+def test_few_variance_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
     """The paper's sampler loses variance in large steps; the missing part is exactly D^2 v."""
     predict, grid, ids = GAUSSIAN.predictor(method), paper_grid(method, 4), torch.arange(40_000)
     aware, plain = (
@@ -124,7 +124,7 @@ def test_few_aware_steps_draw_a_gaussian_exactly(method: Method) -> None:
     assert float((plain / SCALES - 1).abs().max()) > 0.2
 
 
-def test_named_variances() -> None:
+def test_variances_are_selected_by_name() -> None:
     x, method, predict = torch.randn(64, 1, 4, 4), BSI(alpha_M=1e3), lambda latent, level: latent
     groups = {"level": 1, "pixels": 16, "dct": 5, "pca": 16, "learned": 16}
     assert {name: named_variance(name, method, predict, x).values.shape[1] for name in groups} == groups
@@ -195,7 +195,7 @@ def test_a_model_uses_the_variance_that_was_fitted(digits: bsi.Model) -> None:
     assert torch.equal(by_name.nats, digits.elbo(x, finite_k=4, variance=digits.variance("level")).nats)
 
 
-def test_a_variance_that_cannot_be_used(digits: bsi.Model) -> None:
+def test_unusable_variances_are_rejected(digits: bsi.Model) -> None:
     with pytest.raises(UsageError, match="finite_k"):
         digits.elbo(open_dataset("digits").test[:4], variance="level")
     with pytest.raises(UsageError, match="fit_variance"):

@@ -29,7 +29,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError(), KeyboardInterrupt()])
-def test_a_file_is_the_new_one_whole_or_the_old_one(elsewhere: Path, error: BaseException) -> None:
+def test_writing_a_file_is_atomic(elsewhere: Path, error: BaseException) -> None:
     file = elsewhere / "x.txt"
     with atomic(file) as temporary:
         temporary.write_text("old")
@@ -48,7 +48,7 @@ def test_a_file_is_the_new_one_whole_or_the_old_one(elsewhere: Path, error: Base
     [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EFBIG, 1), (errno.EROFS, 2), (errno.EACCES, 2), (errno.EISDIR, 2)],
 )
 @pytest.mark.parametrize("kind", ["OSError", "SafetensorError"])
-def test_a_full_disk_is_exit_code_1_and_another_place_exit_code_2(number: int, code: int, kind: str) -> None:
+def test_a_full_disk_has_exit_code_1_and_other_errors_exit_code_2(number: int, code: int, kind: str) -> None:
     from safetensors import SafetensorError
 
     told = os.strerror(number)
@@ -61,14 +61,14 @@ def test_a_full_disk_is_exit_code_1_and_another_place_exit_code_2(number: int, c
     assert system_error(ValueError("something else")) is None
 
 
-def test_numpy_tells_of_a_full_disk_without_its_number() -> None:
+def test_a_full_disk_is_recognized_in_numpys_error() -> None:
     told = r"cannot write x\.npy: No space left on device\. Make room"
     with pytest.raises(BsiError, match=told) as caught, atomic(Path("x.npy"), "--npz"):
         raise OSError("65536 requested and 36736 written")
     assert caught.value.code == 1
 
 
-def test_a_place_is_tried_and_nothing_is_left_there(elsewhere: Path) -> None:
+def test_checking_an_output_path_leaves_no_files(elsewhere: Path) -> None:
     (elsewhere / "file").touch()
     check_writable(elsewhere / "new.png", "--out")
     make_folder(elsewhere / "a" / "b", "--out")
@@ -99,7 +99,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("words", "told"), PLACES, ids=[words for words, _ in PLACES])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+def test_an_output_that_cannot_be_written_is_rejected_before_the_work(
     words: str, told: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: object, **kwargs: object) -> None:
@@ -182,7 +182,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("words", WRITING)
-def test_a_full_disk_is_one_message_and_leaves_nothing(full: dict[str, dict], words: str) -> None:
+def test_a_full_disk_is_one_message_and_leaves_no_files(full: dict[str, dict], words: str) -> None:
     """Row 32."""
     found = full[words]
     assert found["code"] == 1
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(full: dict[str, dict], wo
     assert not [path for path in found["left"] if not path.startswith(GOES_ON)]
 
 
-def test_the_result_is_printed_though_it_cannot_be_stored_nor_its_samples(full: dict[str, dict]) -> None:
+def test_the_result_is_printed_when_it_cannot_be_stored(full: dict[str, dict]) -> None:
     """Row 33."""
     found = next(found for words, found in full.items() if words.startswith("eval"))
     assert "bits/dim ±" in found["out"]
@@ -201,7 +201,7 @@ def test_the_result_is_printed_though_it_cannot_be_stored_nor_its_samples(full: 
     assert found["left"] == ["run/evaluations"]
 
 
-def test_output_that_cannot_be_written_is_said_and_not_taken_for_done() -> None:
+def test_a_failed_write_to_stdout_is_an_error() -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full here")
     with open("/dev/full", "w") as nowhere:

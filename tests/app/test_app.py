@@ -128,7 +128,7 @@ BLACK = encoded(np.zeros(64, "<f4"))
 # ---- The stream ----------------------------------------------------------------------------------------------
 
 
-def test_stream_is_the_trajectory_that_the_package_draws(bench, port):
+def test_the_stream_equals_the_trajectory_of_the_package(bench, port):
     answer = ask(port)
     assert answer.status == 200
     ours = list(bench.model.trajectory(range(2), Sampler(4, "sde2", "geometric"), seed=3))
@@ -167,7 +167,7 @@ def test_inpainting_keeps_what_is_known(bench, port):
     assert np.abs(drawn[0, :, 4:] - drawn[1, :, 4:]).max() > 0.1  # two images finish it differently
 
 
-def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(labeled):
+def test_class_and_guidance_reach_the_sampler(labeled):
     bench = labeled
     assert bench.about["classes"] == ("cat", "dog")
     image, hidden = np.zeros((1, 8, 8), np.float32), np.ones((8, 8), np.uint8)
@@ -201,7 +201,7 @@ def test_a_class_that_is_asked_for_is_drawn_and_followed_as_much_as_asked(labele
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN(), VDM()], ids=lambda m: type(m).__name__)
-def test_every_method_has_beliefs_to_show(bench, method):
+def test_every_method_shows_beliefs(bench, method):
     k = 6
     request = Request(**DRAW | {"solver": "posterior", "evaluations": k + evaluations(method, 0)})
     frames = list(bench_of(0.1, method, bench).frames(request))
@@ -228,7 +228,7 @@ def bench_of(scale: float, method: Any, bench: Workbench) -> Workbench:
     return replace(bench, model=Model(Squashing(scale), method, (1, 8, 8), Bins(-1.0, 1.0, 17)))
 
 
-def test_a_prediction_that_is_not_finite_is_an_error_and_not_a_picture(bench):
+def test_nonfinite_predictions_raise_in_place_of_a_picture(bench):
     with serving(bench_of(float("nan"), BSI(), bench)) as port:
         for asked in ({}, {"kind": "denoise", "image": encoded(bench.images[0]), "precision": 4.0}):
             lines = ask(port, **asked).lines
@@ -236,7 +236,7 @@ def test_a_prediction_that_is_not_finite_is_an_error_and_not_a_picture(bench):
             assert len(lines) == 1
 
 
-def test_images_to_choose_from_are_a_random_subset_of_the_test_set(bench, port):
+def test_offered_images_are_a_random_subset_of_the_test_set(bench, port):
     """Class folders are stored in order: the first images would all be of one class."""
     assert json.loads(request(port, f"/{TOKEN}/images").body)["count"] == len(bench.images) == 96
     test = bench.model.values(torch.from_numpy(open_dataset("digits").test)).numpy()
@@ -283,14 +283,14 @@ def test_the_test_set_is_found_by_its_content(tmp_path, monkeypatch):
         ({"kind": "inpaint", "image": BLACK, "hidden": encoded(np.zeros(3, "u1"))}, "64 bytes"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_any_work(port, changes, told):
+def test_invalid_requests_are_rejected_before_any_work(port, changes, told):
     answer = ask(port, **changes)
     assert answer.status == 422
     assert told in answer.error
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 256, 256)], ids=str)
-def test_a_body_that_is_not_json_or_deeply_nested_is_an_error_message(bench, shape):
+def test_a_body_that_is_no_json_or_deeply_nested_is_rejected(bench, shape):
     most = Limits.of(shape).body
     assert [Limits.of(s).num for s in ((1, 8, 8), (3, 32, 32), (3, 256, 256))] == [64, 21, 1]
     bodies = [b"", b"{", b"[1]", b"\xff\xfe", b"[" * most, b'{"a":' * (most // 5), b'{"seed":' + b"9" * 2000 + b"}"]
@@ -302,7 +302,7 @@ def test_a_body_that_is_not_json_or_deeply_nested_is_an_error_message(bench, sha
             assert isinstance(answer.error, str)
 
 
-def test_big_bodies_are_refused_unread(port):
+def test_large_bodies_are_rejected_without_reading_them(port):
     most = Limits.of((1, 8, 8)).body
     assert request(port, f"/{TOKEN}/run", "POST", b" " * (most + 1)).status == 413
     claimed = [f"Content-Length: {10**12}\r\n\r\n".encode()]  # without the bytes: rejected at once
@@ -324,7 +324,7 @@ def test_big_bodies_are_refused_unread(port):
         f"/{TOKEN}/openapi.json", f"/{TOKEN}/index.html%00.js", "/static/../" + TOKEN + "/about",
     ],
 )  # fmt: skip
-def test_other_paths_lead_nowhere(port, path):
+def test_other_paths_are_not_found(port, path):
     answer = request(port, path)
     assert 400 <= request(port, f"/{TOKEN}/run", "BREW").status < 500
     assert 400 <= answer.status < 500
@@ -346,7 +346,7 @@ def test_other_paths_lead_nowhere(port, path):
         ({"Sec-Fetch-Site": "same-site"}, 403),
     ],
 )
-def test_other_origins_and_hosts_are_refused(port, headers, status):
+def test_other_origins_and_hosts_are_rejected(port, headers, status):
     assert request(port, f"/{TOKEN}/about", headers=headers).status == status
     assert request(port, f"/{TOKEN}/run", "POST", json.dumps(DRAW).encode(), headers).status == status
 
@@ -365,7 +365,7 @@ def test_only_this_machine_can_connect(monkeypatch):
         listen(80)
 
 
-def test_the_page_may_load_nothing_from_elsewhere(port):
+def test_the_page_loads_nothing_from_other_hosts(port):
     answer = request(port, f"/{TOKEN}/")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert answer.headers["cache-control"] == "no-store"
@@ -423,7 +423,7 @@ def test_work_ends_when_the_client_leaves(bench):
             time.sleep(0.02)
 
 
-def test_a_client_that_does_not_read_holds_up_only_itself(bench):
+def test_a_client_that_does_not_read_blocks_no_other(bench):
     endless, body = Endless.like(bench), json.dumps(DRAW).encode()
     with serving(endless, jobs=1) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as sleeper:
         head = f"POST /{TOKEN}/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -442,7 +442,7 @@ def test_a_client_that_does_not_read_holds_up_only_itself(bench):
         assert (busy.status, busy.headers["retry-after"]) == (429, "1")
 
 
-def test_what_goes_wrong_on_the_way_is_the_last_line(bench):
+def test_an_error_while_streaming_is_the_last_line(bench):
     class Failing(Workbench):
         def frames(self, request: Request) -> Iterator[Frame]:
             yield BLANK
@@ -455,7 +455,7 @@ def test_what_goes_wrong_on_the_way_is_the_last_line(bench):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_fifty_clients_are_served_or_refused_in_bounded_memory():
+def test_fifty_clients_are_served_or_rejected_in_bounded_memory():
     """Against the command itself, in a process of its own."""
     command = [sys.executable, "-m", "bsi", "view", "digits", "--no-browser", "--json", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -509,7 +509,7 @@ def idle(port: int, num: int, sent: bytes = b"") -> Iterator[list[socket.socket]
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"POST /wrong HTTP/1.1\r\nHost: x\r\n"]
 )
-def test_idle_connections_do_not_keep_others_out(bench, sent):
+def test_idle_connections_do_not_block_others(bench, sent):
     with serving(bench) as port, idle(port, 60, sent), idle(port, 140, sent):
         assert request(port, f"/{TOKEN}/about").status == 200
         assert ask(port).status == 200

@@ -56,7 +56,7 @@ def go(page: Any) -> None:
     done(page)
 
 
-def test_page_draws_what_the_package_draws(page, bench):
+def test_the_view_draws_the_samples_of_the_package(page, bench):
     page.fill("#seed", "5")
     page.evaluate("document.querySelector('#evaluations').value = 9")
     page.select_option("#solver", "sde2")
@@ -69,7 +69,7 @@ def test_page_draws_what_the_package_draws(page, bench):
     assert "9 images, 9 evaluations" in page.inner_text("#status")
 
 
-def test_page_shows_the_steps_and_their_pixels(page):
+def test_the_view_shows_the_steps_and_their_pixels(page):
     last = state(page, "last")
     assert state(page, "position") == last
     drawn = values(page, "x_hat", last)[0, 0]
@@ -113,7 +113,7 @@ def test_page_shows_the_steps_and_their_pixels(page):
     assert state(page, "pixel") == {"image": 0, "row": 0, "column": 0}
 
 
-def test_page_works_with_the_keyboard_alone(page):
+def test_the_view_works_with_the_keyboard_alone(page):
     page.keyboard.press("Home")
     assert state(page, "position") == 0
     page.keyboard.press("ArrowRight")
@@ -164,7 +164,7 @@ def test_an_image_is_inpainted(page, bench):
     assert finished[:, 0, hidden == 1].std(axis=0).max() > 0.1  # nine images, nine ways to finish it
 
 
-def test_an_image_that_was_drawn_is_denoised(page):
+def test_a_drawn_image_is_denoised(page):
     drawn = values(page, "x_hat", state(page, "last"))[0]
     page.click("text=Denoise")
     assert page.locator("#grid").is_disabled()
@@ -178,7 +178,7 @@ def test_an_image_that_was_drawn_is_denoised(page):
     assert np.abs(values(page, "x_hat", state(page, "last")) - drawn).mean() < 10**-0.75  # closer than it was measured
 
 
-def test_a_class_is_chosen_and_followed(browser, labeled):
+def test_a_class_can_be_selected(browser, labeled):
     with serving(labeled) as port, opened(browser, f"http://127.0.0.1:{port}/{TOKEN}/") as page:
         assert page.locator("#label option").all_inner_texts() == ["any", "cat", "dog"]
         assert page.locator("#guidance").is_disabled()
@@ -203,7 +203,7 @@ def test_a_class_is_chosen_and_followed(browser, labeled):
         np.testing.assert_allclose(values(page, "x_hat", state(page, "last")), free, atol=1e-5)
 
 
-def test_what_goes_wrong_is_told_in_words(page):
+def test_errors_are_shown_as_messages(page):
     page.route("**/run", lambda route: route.fulfill(body='{"error": "the predictions are not finite"}\n'))
     page.click("#go")
     page.wait_for_selector("body[data-state=failed]")
@@ -217,7 +217,7 @@ def test_what_goes_wrong_is_told_in_words(page):
     assert "9 images" in page.inner_text("#status")
 
 
-def test_predictions_that_are_not_finite_are_an_error_message(browser, bench):
+def test_nonfinite_predictions_are_shown_as_an_error(browser, bench):
     """A picture of NaN would be black, like a dark sample."""
     with serving(bench_of(float("nan"), bench.model.method, bench)) as port:
         page = browser.new_page()
@@ -228,7 +228,7 @@ def test_predictions_that_are_not_finite_are_an_error_message(browser, bench):
         page.close()
 
 
-def test_a_step_is_shown_once_its_measurement_has_come(page):
+def test_a_step_is_shown_when_its_measurement_arrives(page):
     """A measurement comes with the step after it; until then the step before is shown, with all three images."""
 
     def cut(route: Any) -> None:
@@ -243,7 +243,7 @@ def test_a_step_is_shown_once_its_measurement_has_come(page):
     assert values(page, "y", 3).shape == (9, 1, 8, 8)
 
 
-def test_the_page_is_usable_on_every_screen_and_by_everyone(page):
+def test_the_view_is_accessible_at_every_screen_size(page):
     for width in (420, 800, 1280):
         page.set_viewport_size({"width": width, "height": 900})
         for kind in ("draw", "denoise", "inpaint"):

@@ -71,7 +71,7 @@ def probabilities(bench: Workbench, num: int, steps: int, seed: int) -> list[tup
     return found
 
 
-def test_a_symbol_has_the_probability_of_bayes_rule(text, binary):
+def test_the_probability_of_a_symbol_follows_bayes_rule(text, binary):
     for bench in (text, binary):
         expected = probabilities(bench, 3, 8, seed=5)
         ask = {"kind": "draw", "seed": 5, "num": 3, "evaluations": 9, "solver": "ode2", "grid": "edm"}
@@ -86,7 +86,7 @@ def test_a_symbol_has_the_probability_of_bayes_rule(text, binary):
                     np.testing.assert_allclose(found[:, 1], p.max(1), atol=1e-4)
 
 
-def test_only_drawing_is_offered(text):
+def test_symbols_offer_only_sampling(text):
     ask = {"seed": 0, "num": 1, "evaluations": 4, "solver": "sde2", "grid": "edm", "precision": 1.0}
     image = base64.b64encode(bytes(160)).decode()
     with pytest.raises(UsageError, match="draw"):

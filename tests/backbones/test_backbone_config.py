@@ -94,7 +94,7 @@ def test_an_unknown_name_suggests_the_nearest(typo: str, meant: str) -> None:
         (MLPConfig(8, 1), (0,), "at least 1"),
     ],
 )
-def test_data_that_does_not_fit_is_rejected_before_anything_is_allocated(
+def test_data_of_a_wrong_shape_is_rejected_before_memory_is_allocated(
     config: BackboneConfig, shape: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.nn.Module, "__init__", lambda _: pytest.fail("a module was made"))

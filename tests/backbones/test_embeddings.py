@@ -22,7 +22,7 @@ def test_fourier_features_are_the_papers_for_256_bins() -> None:
 
 
 @pytest.mark.parametrize(("count", "first"), [(256, 6), (2, -1), (16, 2), (17, 2), (1024, 8), (65536, 14)])
-def test_the_fastest_fourier_feature_turns_about_once_per_bin(count: int, first: int) -> None:
+def test_the_fastest_fourier_feature_has_about_one_period_per_bin(count: int, first: int) -> None:
     assert fourier_exponents(count) == range(first, first + 3)
     turns_per_bin = 2 ** fourier_exponents(count)[-1] / 2 * (2 / count)
     assert 2**-0.5 <= turns_per_bin <= 2**0.5
@@ -49,7 +49,7 @@ def test_neighboring_precisions_are_distinguishable_everywhere() -> None:
     assert (e.bfloat16()[1:] != e.bfloat16()[:-1]).any(dim=1).all()
 
 
-def test_similarity_of_precisions_decreases_with_the_difference_and_depends_on_nothing_else() -> None:
+def test_similarity_of_precisions_decreases_with_their_difference_only() -> None:
     def similarity(t: torch.Tensor) -> torch.Tensor:
         e = PrecisionEmbedding()(t).double()
         return torch.nn.functional.cosine_similarity(e, e[:1])
@@ -83,7 +83,7 @@ def test_positions_distinguish_all_points_of_a_grid(grid: tuple[int, ...]) -> No
     assert torch.cdist(table, table)[~torch.eye(len(table), dtype=torch.bool)].min() > 0.1
 
 
-def test_a_missing_label_is_the_null_class_and_an_unexpected_one_an_error() -> None:
+def test_a_missing_label_is_the_null_class_and_an_unexpected_one_raises() -> None:
     torch.manual_seed(0)
     embed, t = ConditionEmbedding(8, num_classes=3), torch.rand(4)
     assert embed(t).equal(embed(t, torch.full((4,), 3)))

@@ -64,19 +64,19 @@ def assert_kept(config: BackboneConfig, form: Form, half: bool, at_most: float) 
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_the_account_is_what_autograd_keeps(kind: str) -> None:
+def test_the_memory_estimate_equals_what_autograd_keeps(kind: str) -> None:
     assert_kept(SMALL[kind], "plain", half=False, at_most=2.5)
 
 
 @pytest.mark.parametrize("kind", ["dit", pytest.param("unet-coarser", marks=pytest.mark.slow)])
 @own_access
 @pytest.mark.usefixtures("unchecked")
-def test_the_account_is_what_compiled_networks_keep(kind: str) -> None:
+def test_the_memory_estimate_equals_what_compiled_networks_keep(kind: str) -> None:
     assert_kept(SMALL[kind], "compiled", half=True, at_most=2.5)
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet", "unet-coarser"])
-def test_the_account_is_what_checkpointing_keeps(kind: str) -> None:
+def test_the_memory_estimate_equals_what_checkpointing_keeps(kind: str) -> None:
     """Little: the working memory of one block is most of the estimate."""
     assert_kept(replace(SMALL[kind], checkpoint=True), "plain", half=True, at_most=6)
 
@@ -90,14 +90,14 @@ def test_the_account_is_what_checkpointing_keeps(kind: str) -> None:
         ("unet-128x32", "lean", 128, 5.3),
     ],
 )
-def test_the_account_meets_what_was_measured_on_an_h200(name: str, form: Form, batch: int, gib: float):
+def test_the_memory_estimate_agrees_with_measurements_on_an_h200(name: str, form: Form, batch: int, gib: float):
     account = training_memory(resolve(name), (3, 32, 32), 256, form=form).bytes(batch) - CONTEXT
     assert 0.98 < account / GIB / gib < 1.1
 
 
 @pytest.mark.parametrize("name", ["dit-mini/2", "dit-l/2", "unet-128x32", "unet-128-256-256x2", "mlp-256x4"])
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_the_largest_batch_is_the_largest(name: str, ranks: int):
+def test_the_largest_batch_fits_and_one_more_does_not(name: str, ranks: int):
     memory = training_memory(resolve(name), (3, 32, 32), 256)
     for available in (8 * GIB, 24 * GIB, 80 * GIB):
         images = memory.largest(available, ranks)
@@ -109,7 +109,7 @@ def test_the_largest_batch_is_the_largest(name: str, ranks: int):
 @pytest.mark.parametrize(
     "config", [DiTConfig(64, 2, 2), UNetConfig(16, 1, coarser=(32, 48)), MLPConfig(32, 3)], ids=str
 )
-def test_the_account_has_every_byte_of_the_optimizers_moments(config: BackboneConfig):
+def test_the_memory_estimate_has_every_byte_of_the_optimizers_moments(config: BackboneConfig):
     """AdamW has two of each weight, Muon fewer. Step counts are not included."""
     network = build(config, SHAPE, 256, num_classes=3)
     weights_and_average = 2 * sum(p.nbytes for p in network.parameters())
@@ -120,7 +120,7 @@ def test_the_account_has_every_byte_of_the_optimizers_moments(config: BackboneCo
         assert found == account if kind == "adamw" else 0.85 * account < found < 1.15 * account
 
 
-def test_the_documented_table_of_largest_batches_is_what_its_script_prints(monkeypatch, capsys):
+def test_the_documented_table_of_largest_batches_is_the_output_of_its_script(monkeypatch, capsys):
     folder = Path(__file__).parents[2] / "docs" / "benchmarks"
     monkeypatch.setattr(sys, "argv", ["batches.py"])
     runpy.run_path(str(folder / "batches.py"), run_name="__main__")

@@ -86,7 +86,7 @@ def compiler(unchecked: None) -> None:
 @own_access
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
-def test_compiled_form_agrees_and_each_kind_of_region_is_compiled_once(kind: str) -> None:
+def test_compiled_networks_agree_and_each_kind_of_region_is_compiled_once(kind: str) -> None:
     network = small(kind)
     forms.compile_regions(network, backend="aot_eager")
     assert_agree(network, small(kind), ROUNDING)
@@ -133,7 +133,7 @@ def test_only_the_batch_size_is_a_variable_of_compiled_code(kind: str) -> None:
 
 @own_access
 @pytest.mark.usefixtures("compiler")
-def test_a_copy_is_compiled_where_its_original_is() -> None:
+def test_copies_of_compiled_networks_are_compiled() -> None:
     plain, network = small("mlp"), small("mlp")
     forms.compile_regions(network, backend="aot_eager")
     for original in (plain, network):
@@ -166,7 +166,7 @@ def test_a_block_may_have_more_variants_than_torch_allows_by_default() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet", "unet-coarser"])
-def test_checkpointing_keeps_less_and_changes_nothing_else(kind: str) -> None:
+def test_checkpointing_saves_memory_without_changing_results(kind: str) -> None:
     assert_agree(small(kind, checkpoint=True), small(kind), EXACT)
     assert kept_per_image(small(kind, checkpoint=True)) < 0.4 * kept_per_image(small(kind))
 
@@ -209,7 +209,7 @@ def test_images_and_gradients_are_channels_last_at_every_convolution(
 @pytest.mark.slow
 @own_access
 @pytest.mark.usefixtures("compiler")
-def test_images_are_channels_last_in_the_graphs_that_the_compiler_gets() -> None:
+def test_the_compiler_gets_channels_last_images() -> None:
     found: list[bool] = []
 
     def note(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -235,7 +235,7 @@ def test_images_are_channels_last_in_the_graphs_that_the_compiler_gets() -> None
 
 @every_kind
 @pytest.mark.parametrize("half", HALF, ids=str)
-def test_sixteen_bits_inside_agree(kind: str, half: torch.dtype) -> None:
+def test_networks_in_16_bits_agree_with_float32(kind: str, half: torch.dtype) -> None:
     network = small(kind)
     network.compute_dtype = half
     assert_agree(network, small(kind), HALF[half])
@@ -257,7 +257,7 @@ def test_fourier_features_stay_in_float32(kind: str) -> None:
 
 
 @every_kind
-def test_frozen_weights_compute_what_autocast_computes(kind: str) -> None:
+def test_frozen_16_bit_weights_agree_with_autocast(kind: str) -> None:
     reference, frozen = small(kind).eval(), small(kind).eval()
     reference.compute_dtype = frozen.compute_dtype = torch.bfloat16
     forms.freeze(frozen)
@@ -269,7 +269,7 @@ def test_frozen_weights_compute_what_autocast_computes(kind: str) -> None:
         assert frozen(x, t).equal(reference(x, t))
 
 
-def test_precision_is_what_the_hardware_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_precision_depends_on_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute_dtype("auto", CPU) is compute_dtype("float32", CPU) is compute_dtype("float32", CUDA) is None
     assert compute_dtype("bf16", CPU) is torch.bfloat16  # slow, but requested
     for precision in ("float16", "fp8"):
@@ -312,7 +312,7 @@ def test_dropout_drops_a_fraction_p_independently_and_keeps_the_mean() -> None:
 
 
 @every_kind
-def test_every_branch_has_a_dropout_seed_of_its_own_from_torchs_generator(kind: str) -> None:
+def test_each_branch_draws_its_dropout_seed_from_torchs_generator(kind: str) -> None:
     network = small(kind)
     x, t = torch.randn(2, *network.shape), torch.rand(2)
     drawn: list[torch.Tensor] = []
@@ -373,7 +373,7 @@ def test_a_dit_and_a_unet_in_bfloat16_are_fused_and_all_others_compiled(monkeypa
     [(CPU, AMPERE, True), (CUDA, PASCAL, True), (CUDA, AMPERE, False)],
     ids=["cpu", "old", "no-triton"],
 )
-def test_networks_stay_as_they_are_where_nothing_can_be_compiled(
+def test_networks_are_unchanged_where_nothing_can_be_compiled(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, generation: tuple[int, int], triton: bool
 ) -> None:
     networks = [build(config, (3, 4, 4)) for config in (DIT, UNET, MLPConfig(8, 1))]
@@ -410,13 +410,13 @@ def test_an_accelerated_unet_has_channels_last_weights(monkeypatch: pytest.Monke
     ],
     ids=str,
 )
-def test_fp8_is_only_for_a_dit_in_tiles_of_sixteen(config: BackboneConfig, shape: tuple[int, ...]) -> None:
+def test_fp8_needs_a_dit_with_sizes_divisible_by_sixteen(config: BackboneConfig, shape: tuple[int, ...]) -> None:
     forms.check_fp8(DIT, (3, 8, 8))
     with pytest.raises(UsageError, match=r"only for the DiT|divisible by 16"):
         forms.check_fp8(config, shape)
 
 
-def test_a_recipe_asks_for_its_form_and_fp8_is_never_replaced_silently(monkeypatch, tmp_path) -> None:
+def test_fp8_is_never_replaced_silently(monkeypatch, tmp_path) -> None:
     with pytest.raises(UsageError, match="lean"):
         replace(digits(), precision="fp8", lean=True)
     own, fp8 = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)

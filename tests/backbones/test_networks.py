@@ -100,7 +100,7 @@ def test_a_seed_initializes_the_parts_in_a_fixed_order(kind: str, parts: list[st
 
 
 @every_kind
-def test_samples_of_a_batch_do_not_mix_and_labels_matter(kind: str) -> None:
+def test_samples_of_a_batch_are_independent_and_labels_matter(kind: str) -> None:
     network = awake(tiny(kind, num_classes=4)).eval()
     x, t = batch(network)
     labels = torch.tensor([0, 3, 1])
@@ -153,7 +153,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def test_dit_is_the_published_function_written_out() -> None:
+def test_dit_equals_its_published_definition() -> None:
     network = awake(tiny("dit-2d")).double().eval()
     x, t = (v.double() for v in batch(network))
     width, heads = 16, 2
@@ -177,7 +177,7 @@ def test_dit_is_the_published_function_written_out() -> None:
     torch.testing.assert_close(network(x, t), unpatchify(out, (2, 3), 2), rtol=1e-9, atol=1e-9)
 
 
-def test_unet_is_vdms_written_out() -> None:
+def test_unet_equals_vdms_definition() -> None:
     torch.manual_seed(0)
     network = awake(build(UNetConfig(width=128, levels=2), (3, 3, 4), 256)).double().eval()
     weights = dict(network.named_parameters())
@@ -213,7 +213,7 @@ def test_unet_is_vdms_written_out() -> None:
     torch.testing.assert_close(network(x, t), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_coarser_resolutions_meet_skips_of_their_size_and_reach_the_complete_image() -> None:
+def test_coarser_resolutions_reach_the_whole_image() -> None:
     network = awake(tiny("unet-coarser-2d", bins_count=None)).eval()
     met: list[tuple[int, ...]] = []
     for block in network.up:
@@ -231,7 +231,7 @@ def test_coarser_resolutions_meet_skips_of_their_size_and_reach_the_complete_ima
 @pytest.mark.parametrize(
     "config", [UNetConfig(width=32, levels=32), UNetConfig(width=32, levels=4, coarser=(48, 64))], ids=str
 )
-def test_unet_keeps_its_input_in_scale_on_the_way_up(config: UNetConfig) -> None:
+def test_unet_scales_its_skip_connections(config: UNetConfig) -> None:
     network = build(config, (3, 4, 4)).eval()
     seen = []
     network.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].std().item()))
@@ -243,9 +243,7 @@ def test_unet_keeps_its_input_in_scale_on_the_way_up(config: UNetConfig) -> None
     ("channels", "parts", "groups"),
     [(128, 1, 32), (512, 1, 32), (64, 1, 16), (12, 1, 3), (5, 1, 1), (256, 2, 32), (24, 2, 6), (12, 2, 2), (10, 2, 2)],
 )
-def test_group_norm_is_torchs_with_groups_of_four_channels_or_more_within_each_part(
-    channels: int, parts: int, groups: int
-) -> None:
+def test_group_norm_equals_torchs_for_each_concatenated_part(channels: int, parts: int, groups: int) -> None:
     """Of a shifted image, and so are its gradients."""
     torch.manual_seed(0)
     norm = group_norm(channels, parts).double()
@@ -263,7 +261,7 @@ def test_group_norm_is_torchs_with_groups_of_four_channels_or_more_within_each_p
     torch.testing.assert_close(*gradients)
 
 
-def test_group_norm_of_sixteen_bits_has_float32_moments() -> None:
+def test_group_norm_in_16_bits_has_float32_moments() -> None:
     """Far from 0, moments in bfloat16 would have no digit of the variance."""
     norm, x = GroupNorm(2, 8), (100 + torch.randn(2, 8, 3, 3)).bfloat16()
     assert norm(x).dtype == torch.float32
@@ -278,7 +276,7 @@ def test_a_batch_of_another_shape_is_rejected(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", ["dit-2d", "unet-coarser-2d", "mlp"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_converted_to_16_bits_predicts_what_autocast_predicts(kind: str, dtype: torch.dtype) -> None:
+def test_a_model_converted_to_16_bits_agrees_with_autocast(kind: str, dtype: torch.dtype) -> None:
     """Embeddings of the condition and group norms stay in float32, and so does everything outside the network."""
     shape = TINY[kind][1]
     model = bsi.Model(awake(tiny(kind, num_classes=3)), bsi.BSI(), shape, data=bsi.Bins.uint8()).eval()

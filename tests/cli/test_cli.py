@@ -111,7 +111,7 @@ WRONG: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("words", "code", "told"), WRONG, ids=[words for words, _, _ in WRONG])
-def test_what_is_wrong_is_told_in_one_message(words, code, told, capsys, elsewhere):
+def test_usage_errors_are_one_message(words, code, told, capsys, elsewhere):
     if "compress" in words:
         pytest.importorskip("constriction")
     np.save("floats.npy", np.zeros((3, 1, 8, 8)))
@@ -179,7 +179,9 @@ WRITING = [words for words in TAKE_FILES if re.search("--(npz|out|per-sample|hub
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "a" * 300, os.fsdecode(b"caf\xe9")])
 @pytest.mark.parametrize("words", TAKE_FILES)
-def test_what_is_no_file_is_one_message_and_no_hang(words, kind, elsewhere, monkeypatch, capsysbinary):
+def test_paths_that_are_no_regular_file_are_rejected_without_blocking(
+    words, kind, elsewhere, monkeypatch, capsysbinary
+):
     """Row 71: a folder, a pipe, a loop of links, a name that is too long or not UTF-8 where a file is expected."""
 
     def never(*args: object, **kwargs: object) -> None:
@@ -217,7 +219,7 @@ def test_a_terminal_of_any_width_gets_help(columns, monkeypatch):
 @pytest.mark.parametrize(
     "words", ["train digits --out x", "sample digits", "view digits", "bench train", "eval digits --bpd", "fid . ."]
 )
-def test_a_gpu_that_is_not_there_is_told(words, capsys):
+def test_a_missing_gpu_is_one_message(words, capsys):
     Image.new("RGB", (8, 8)).save("a.png")
     assert call(f"{words} --device cuda") == 2
     err = capsys.readouterr().err
@@ -226,7 +228,7 @@ def test_a_gpu_that_is_not_there_is_told(words, capsys):
     assert "Traceback" not in err
 
 
-def test_a_truncated_export_is_damaged(capsys):
+def test_a_truncated_export_is_reported_as_damaged(capsys):
     assert call("export digits --out whole.safetensors") == 0
     raw = Path("whole.safetensors").read_bytes()
     for size in (5000, len(raw) - 1):
@@ -245,7 +247,7 @@ def test_a_wrong_name_of_a_run_suggests_the_right_one(elsewhere, capsys):
     assert "Did you mean" not in capsys.readouterr().err
 
 
-def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere, capsys):
+def test_a_local_file_takes_precedence_over_a_bundled_network(elsewhere, capsys):
     assert find_bundled(Path("digits")).parent.name == "pretrained"
     assert find_bundled(Path("runs/digits")) == Path("runs/digits")
     (elsewhere / "digits").mkdir()
@@ -254,7 +256,7 @@ def test_a_file_of_ones_own_comes_before_a_bundled_one(elsewhere, capsys):
     assert "hides the bundled network" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_bundled_network_is_what_its_text_says():
+def test_the_description_of_the_bundled_network_is_right():
     file = find_bundled(Path("digits"))
     assert file.stat().st_size < 1_000_000
     claim = re.search(r"each: ([\d.]+) bits/dim", file.with_suffix(".txt").read_text())
@@ -313,13 +315,13 @@ def test_help_of_every_command_imports_no_torch():
     "words",
     ["data digits", "study finite-k --plan"],
 )
-def test_json_is_json(words, capsys):
+def test_json_output_is_valid(words, capsys):
     assert call(f"{words} --json") == 0
     assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_bash_completes_commands_options_and_names():
+def test_completion_in_bash_knows_commands_options_and_names():
     lines = ["bsi v", "bsi ", "bsi view --po", "bsi train cifar10-d", "bsi train digits --opt", "bsi sample --so"]
     script = completion(["bash"])
     for line in lines:
@@ -336,7 +338,7 @@ def test_bash_completes_commands_options_and_names():
     assert "--optimizer.lr" in optimizer
 
 
-def test_zsh_reads_its_script():
+def test_completion_in_zsh_is_valid():
     script = completion(["zsh"])
     assert all(name in script for name in COMMANDS)
     if shutil.which("zsh"):
@@ -347,7 +349,7 @@ def test_zsh_reads_its_script():
 
 
 @pytest.mark.parametrize("words", ["--help", "data --list"])
-def test_a_reader_that_leaves_early_is_no_error(words):
+def test_a_closed_pipe_is_no_error(words):
     read, write = os.pipe()
     os.close(read)  # as `| head -0` does
     done = subprocess.run(
@@ -358,7 +360,7 @@ def test_a_reader_that_leaves_early_is_no_error(words):
 
 
 @pytest.mark.slow
-def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path):
+def test_work_continues_when_stderr_is_closed(tmp_path):
     """And exit codes do not change."""
     read, write = os.pipe()
     os.close(read)
@@ -370,7 +372,7 @@ def test_work_goes_on_though_nobody_reads_what_is_told_of_it(tmp_path):
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
 
 
-def test_a_locale_with_ascii_only_gets_help(monkeypatch):
+def test_help_works_in_an_ascii_locale(monkeypatch):
     for words in ("", *(f"{name} --help" for name in COMMANDS), "doctor"):
         out = io.TextIOWrapper(io.BytesIO(), "ascii")  # strict, as stdout is in a locale other than C
         monkeypatch.setattr("sys.stdout", out)
@@ -381,7 +383,7 @@ def test_a_locale_with_ascii_only_gets_help(monkeypatch):
 
 
 @pytest.mark.parametrize("wish", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
-def test_a_terminal_gets_no_colors_against_its_wish(wish):
+def test_no_color_is_respected(wish):
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "bsi", "sample", "digits", "--num", "many"]
     subprocess.run(command, stdin=end, stdout=end, stderr=end, env={**os.environ, **wish})
@@ -392,7 +394,7 @@ def test_a_terminal_gets_no_colors_against_its_wish(wish):
     assert b"\x1b" not in told
 
 
-def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch):
+def test_file_names_that_are_not_utf_8_are_printed(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     monkeypatch.setattr("sys.stdout", out)
     assert main(["export", "digits", "--out", os.fsdecode(b"caf\xe9.safetensors")]) == 0
@@ -400,7 +402,7 @@ def test_a_file_name_that_is_no_text_is_printed_as_it_is(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_service_without_outputs_is_served(elsewhere):
+def test_commands_work_without_standard_streams(elsewhere):
     asked = "sample digits --num 2 --steps 2 --out s.png --json"
     for closed in (">&-", ">&- 2>&-"):
         done = subprocess.run(f"{sys.executable} -m bsi {asked} {closed}", shell=True, capture_output=True, text=True)
@@ -415,7 +417,7 @@ def test_a_service_without_outputs_is_served(elsewhere):
 # ---- What to do next -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_images_leads_from_command_to_command(elsewhere, capsys):
+def test_a_folder_of_images_passes_through_all_commands(elsewhere, capsys):
     """Each command prints the next one, with names quoted for the shell."""
     photos = elsewhere / "my photos" / "2026"
     photos.mkdir(parents=True)
@@ -437,7 +439,7 @@ def test_a_folder_of_images_leads_from_command_to_command(elsewhere, capsys):
     assert "--data.name NAME trains on another: 'digits', 'my photos'" in capsys.readouterr().err
 
 
-def test_a_few_arrays_lead_to_an_array_of_samples(capsys):
+def test_arrays_pass_through_all_commands(capsys):
     np.save("few.npy", np.random.default_rng(0).normal(size=(64, 3)))
     assert call("data arrays --from few.npy --test-fraction 0.001") == 0
     err = capsys.readouterr().err
@@ -447,7 +449,7 @@ def test_a_few_arrays_lead_to_an_array_of_samples(capsys):
     assert "bsi sample runs/arrays --npz samples.npz" in capsys.readouterr().err
 
 
-def test_a_network_that_does_not_suit_the_machine_or_the_data_gives_a_warning(capsys, monkeypatch):
+def test_an_unsuitable_network_gives_a_warning(capsys, monkeypatch):
     def announce(*args: object, begin: Callable[[], None], **kwargs: object) -> None:
         begin()
         raise KeyboardInterrupt
@@ -463,7 +465,7 @@ def test_a_network_that_does_not_suit_the_machine_or_the_data_gives_a_warning(ca
         assert re.search(warning, capsys.readouterr().err)
 
 
-def test_the_demo_leaves_samples_a_report_and_numbers(capsys):
+def test_the_demo_writes_samples_a_report_and_numbers(capsys):
     assert main(["demo", "--out", "my demo", "--steps", "3", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "bsi view 'my demo' · " in err

@@ -59,7 +59,7 @@ def test_the_time_to_the_first_step_is_the_sum_of_its_parts():
     assert not cold.recorded  # that needs a GPU
 
 
-def test_a_full_host_suggests_a_batch_that_fits(monkeypatch):
+def test_bench_suggests_a_batch_that_fits_the_host(monkeypatch):
     def full(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
@@ -91,7 +91,7 @@ def test_a_failed_check_is_reported_and_is_exit_code_1(quick, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("backbone", [SMALL, UNetConfig(width=16, levels=1)], ids=["dit", "unet"])
-def test_the_fast_form_agrees_with_float32(backbone):
+def test_the_fast_form_of_a_network_agrees_with_float32(backbone):
     agreement = check(case("train", backbone=backbone), batch=2)
     assert agreement.holds
     assert agreement.output == agreement.gradient == 0.0  # on a CPU they are the same
@@ -109,7 +109,7 @@ def test_the_command_prints_one_object_for_each_method(capsys):
     assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
 
 
-def test_the_line_names_its_unit(quick, capsys):
+def test_the_printed_speed_names_its_unit(quick, capsys):
     for work, unit in (("sample", "images × evaluations/s"), ("elbo", "images/s")):
         assert replace(TINY, work=work).execute() == 0
         assert re.search(rf"on cpu: \S+ {unit} \(\S+ ms, spread \d+ %\), ", capsys.readouterr().out)

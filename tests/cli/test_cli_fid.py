@@ -73,7 +73,7 @@ def test_a_folder_and_its_arrays_are_one_set(quality, sets):
     assert abs(quality("folder", "a.npz")["value"]) < 1e-6
 
 
-def test_num_takes_the_first_images_of_each(quality, sets):
+def test_num_limits_the_images_of_both_sets(quality, sets):
     np.save("first.npy", pixels(10, 0)[:6])
     np.save("second.npy", pixels(12, 1)[:6])
     cut = quality("folder", "b.npy", "--num", "6")
@@ -81,7 +81,7 @@ def test_num_takes_the_first_images_of_each(quality, sets):
     assert cut["value"] == quality("first.npy", "second.npy")["value"]
 
 
-def test_kid_precision_and_recall_are_on_request(quality, sets):
+def test_kid_precision_and_recall_are_options(quality, sets):
     plain = quality("a.npy", "b.npy")
     assert plain["kid"] is plain["precision_recall"] is None
     full = quality("a.npy", "b.npy", "--kid", "--precision-recall")
@@ -99,7 +99,7 @@ def test_a_prepared_dataset_is_a_stored_reference(quality, sets):
     assert Corners.seen == record["n"], "the reference was computed again"
 
 
-def test_sixteen_grays_are_stretched_to_eight_bits(quality):
+def test_sixteen_gray_levels_are_scaled_to_eight_bits(quality):
     source = images("digits:test", 32, None, ExitStack())
     batches = torch.cat(list(source.batches))
     assert (batches.dtype, batches.shape) == (torch.uint8, (source.n, 3, 8, 8))
@@ -121,7 +121,7 @@ def test_sets_that_cannot_be_compared_are_rejected(quality, sets, words, message
         quality(*words.split())
 
 
-def test_cautions_go_to_stderr_and_the_text_names_the_set(quality, sets, capsys):
+def test_warnings_go_to_stderr_and_the_result_names_the_set(quality, sets, capsys):
     assert Fid("a.npy", "b.npy", num=3, kid=True).execute() == 0
     out, err = capsys.readouterr()
     assert out.startswith("fd-corners ")

@@ -62,7 +62,7 @@ def draw(network: bsi.Model, folder: Path, **changed: object) -> tuple[dict, np.
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize("method", [bsi.BSI(), bsi.BFN(), bsi.VDM()], ids=repr)
-def test_every_file_is_written_and_every_evaluation_is_counted(tmp_path, capsys, method, guidance):
+def test_all_outputs_are_written_and_evaluations_counted(tmp_path, capsys, method, guidance):
     """k + 1 evaluations for BSI and BFN, k for VDM, and twice as many with guidance."""
     network, seen = model(method, num_classes=3), []
     network.denoiser.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
@@ -87,13 +87,13 @@ def test_every_file_is_written_and_every_evaluation_is_counted(tmp_path, capsys,
 
 @pytest.mark.parametrize("changed", [{}, {"solver": "sde2", "grid": "geometric", "steps": 6}], ids=str)
 @pytest.mark.parametrize("method", [bsi.BSI(), bsi.VDM()], ids=repr)
-def test_one_seed_draws_the_same_samples_from_python_and_the_command_line(tmp_path, method, changed):
+def test_python_and_the_command_line_draw_the_same_samples(tmp_path, method, changed):
     record, samples = draw(model(method), tmp_path, seed=3, **{"steps": 15, **changed})
     assert record["solver"] == changed.get("solver", default_solver(method))
     np.testing.assert_array_equal(model(method).sample(10, seed=3, **changed).numpy(), samples)
 
 
-def test_there_is_one_default(tmp_path):
+def test_python_and_the_command_line_have_the_same_defaults(tmp_path):
     assert Sample(tmp_path).sampler == Samples().sampler == Sampler()
     evaluation = Eval((tmp_path,))
     assert (evaluation.steps, evaluation.solver, evaluation.grid) == (Sampler.steps, Sampler.solver, Sampler.grid)
@@ -109,7 +109,7 @@ def test_the_help_names_every_solver_and_every_grid(verb, capsys):
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", text), name
 
 
-def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
+def test_samples_depend_on_seed_and_number_only(tmp_path):
     _, whole = draw(model(), tmp_path)
     for changed in ({"batch_size": 3}, {"num": 4}):
         _, found = draw(model(), tmp_path, **changed)
@@ -146,7 +146,7 @@ def test_an_interrupted_command_resumes_where_it_stopped(tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_parts_and_draw_the_samples_of_one(tmp_path):
+def test_two_ranks_draw_the_samples_of_one(tmp_path):
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
     words = f"sample digits --num {PART + 7} --steps 1 --device cpu --json --animate {tmp_path / 'belief.gif'}"
     assert main([*words.split(), "--npz", str(one)]) == 0
@@ -162,7 +162,7 @@ def test_two_ranks_share_the_parts_and_draw_the_samples_of_one(tmp_path):
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_parts_of_other_samples_are_never_joined(tmp_path, monkeypatch):
+def test_parts_of_other_settings_are_never_mixed(tmp_path, monkeypatch):
     about = {"seed": 0}
     parts = SampleFile(tmp_path / "a.npz", 3, about)
     assert parts.missing() == [range(3)]
@@ -181,7 +181,7 @@ def test_parts_of_other_samples_are_never_joined(tmp_path, monkeypatch):
         SampleFile(tmp_path / "b.npz", 3, about).missing()
 
 
-def test_samples_of_other_weights_classes_or_precisions_are_never_joined(tmp_path):
+def test_parts_of_other_weights_classes_or_precisions_are_never_mixed(tmp_path):
     write_samples(model(num_classes=3), arguments(tmp_path, label="1"))
     other, half = model(num_classes=3), model(num_classes=3)
     torch.nn.init.constant_(next(other.denoiser.backbone.parameters()), 0.5)
@@ -219,7 +219,7 @@ def test_a_class_is_selected_by_its_name_or_number(tmp_path):
     assert not np.array_equal(found["0"], found["1"])
 
 
-def test_all_classes_are_drawn_in_turn_and_each_has_a_column(tmp_path):
+def test_all_classes_are_drawn_with_one_column_each(tmp_path):
     network, out = model(num_classes=3), tmp_path / "all.png"
     found = [draw(network, tmp_path, label=label, num=7)[1] for label in ("0", "1", "2")]
     record, drawn = draw(network, tmp_path, out=out, npz=tmp_path / "all.npz", labels=True, num=7)
@@ -283,7 +283,7 @@ def test_the_command_writes_a_picture_and_prints_a_summary(tmp_path, capsys, mon
     assert "bsi sample: training of digits is unfinished: step 500 of 8000" in err
 
 
-def test_parts_that_cannot_be_written_leave_no_folder(tmp_path, monkeypatch):
+def test_a_failed_write_of_parts_leaves_no_folder(tmp_path, monkeypatch):
     def full(self: Path, *arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -293,7 +293,7 @@ def test_parts_that_cannot_be_written_leave_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_animation_alone_draws_no_more_than_it_shows(tmp_path):
+def test_an_animation_draws_only_the_samples_it_shows(tmp_path):
     network, seen = model(), []
     network.denoiser.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     record = write_samples(network, arguments(tmp_path, num=40, npz=None, animate=tmp_path / "belief.webp"))

@@ -12,7 +12,7 @@ from bsi.methods import BFN, VDM
 from bsi.recipes import RECIPES
 
 
-def test_keys_edit_the_recipe():
+def test_options_change_the_recipe():
     words = "digits --steps 7 --optimizer.lr 1e-4 --backbone.width 32 --no-compile --out x --allow seed steps".split()  # noqa: SIM905
     args, named = parse(words)
     assert (args.recipe.steps, args.recipe.optimizer.lr, args.recipe.backbone.width) == (7, 1e-4, 32)
@@ -21,7 +21,7 @@ def test_keys_edit_the_recipe():
 
 
 @pytest.mark.parametrize("words", [["--method", "bfn"], ["--method=bfn"], ["--method", "vdm", "--method", "bfn"]])
-def test_a_method_and_a_backbone_are_chosen_by_name_and_bring_their_own_keys(words):
+def test_method_and_backbone_are_selected_by_name_with_their_options(words):
     args, named = parse(["digits", *words, "--method.sigma-1", "0.02"])
     assert args.recipe.method == BFN(sigma_1=0.02)
     assert named == RECIPES["digits"]("bfn")
@@ -31,7 +31,7 @@ def test_a_method_and_a_backbone_are_chosen_by_name_and_bring_their_own_keys(wor
     assert args.recipe.method == VDM()
 
 
-def test_a_dry_run_shows_what_would_be_trained(capsys, tmp_path):
+def test_a_dry_run_prints_the_plan(capsys, tmp_path):
     assert main(["train", "digits", "--dry-run", "--json", "--steps", "30", "--out", str(tmp_path / "run")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recipe"]["steps"] == 30
@@ -56,7 +56,7 @@ def test_the_list_shows_every_recipe_with_its_expected_value(capsys):
     assert "cifar10-unet" in capsys.readouterr().out
 
 
-def test_what_is_refused_is_not_announced_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_rejected_run_leaves_no_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
     np.save("points.npy", np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32))

@@ -54,7 +54,7 @@ def test_a_missing_requirement_is_exit_code_1(monkeypatch, capsys):
     assert packages["fix"] == "pip install --upgrade 'bsi'"
 
 
-def test_a_failing_check_does_not_hide_the_others(monkeypatch):
+def test_one_failed_check_does_not_hide_the_others(monkeypatch):
     def broken() -> None:
         raise OSError("libcudart.so is missing")
 

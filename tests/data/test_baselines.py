@@ -20,7 +20,7 @@ def test_a_histogram_knows_each_pixel_and_nothing_else():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_image_formats_need_the_entropy_of_noise_and_little_for_what_repeats(channels):
+def test_image_formats_need_the_entropy_of_noise_and_little_for_repetition(channels):
     generator = np.random.default_rng(0)
     noise = generator.integers(0, 256, (300, channels, 16, 12), dtype=np.uint8)
     repeated = np.repeat(noise[:1], 300, axis=0)
@@ -40,12 +40,12 @@ def test_linear_prediction_costs_the_noise_of_a_tone():
 
 
 @pytest.mark.parametrize(("bins", "bits"), [(SOUND, 16), (Bins.uint8(), 8), (Bins(-1.0, 1.0, 17), 5)])
-def test_noise_without_a_pattern_is_stored_as_it_is(bins, bits):
+def test_noise_is_stored_without_prediction(bins, bits):
     series = np.random.default_rng(0).integers(0, bins.count, (4, 1, 2048))
     assert math.log2(bins.count) < baselines(series, series, bins)["linear prediction"] < bits + 0.05
 
 
-def test_ngrams_know_the_entropy_of_a_markov_chain():
+def test_ngrams_reach_the_entropy_of_a_markov_chain():
     generator = np.random.default_rng(0)
     law = generator.dirichlet(np.ones(3), size=3)  # of the next symbol, for each symbol before it
     rows = np.zeros((3000, 64), np.uint8)
@@ -59,7 +59,7 @@ def test_ngrams_know_the_entropy_of_a_markov_chain():
     assert found["6-grams"] < found["LZMA"]
 
 
-def test_ngrams_are_a_distribution_also_after_unseen_contexts():
+def test_ngram_probabilities_sum_to_one_after_unseen_contexts():
     train = np.array([[0, 1, 0], [1, 0, 2], [0, 0, 1]])
     rows = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)
     bits = [baselines(train, row[None], Symbols(4))["6-grams"] for row in rows]
@@ -79,7 +79,7 @@ def test_gaussians_have_their_entropies_in_the_units_of_the_data():
     assert baselines(train * [1, 0, 1], test, CONTINUOUS) == {}  # a constant column has no density
 
 
-def test_other_data_has_no_baselines():
+def test_unsupported_data_has_no_baselines():
     vectors, images = np.zeros((5, 4), np.uint8), np.zeros((5, 1, 4, 4), np.uint16)
     assert baselines(vectors, vectors, Bins.uint8()) == {}
     assert baselines(images, images, SOUND) == {}

@@ -64,7 +64,7 @@ def test_integers_are_bin_indices_and_floats_are_values(tmp_path: Path) -> None:
     assert np.array_equal(prepare(wide.plan(), tmp_path / "wide").train, index * 3000)
 
 
-def test_an_archive_with_named_splits_and_labels_is_kept_as_it_is(tmp_path: Path) -> None:
+def test_named_splits_and_labels_of_an_archive_are_kept(tmp_path: Path) -> None:
     train, test = rng.normal(size=(30, 4)).astype("f4"), rng.normal(size=(9, 4)).astype("f4")
     np.savez_compressed(tmp_path / "x.npz", train=train, test=test, train_labels=range(30), test_labels=range(9))
     dataset = prepare(Arrays(tmp_path / "x.npz").plan(), tmp_path / "out")
@@ -100,14 +100,14 @@ def test_the_labels_of_a_single_array_have_their_usual_names(tmp_path: Path, dat
         (5, {"test_fraction": 1.0}, "test_fraction"),
     ],
 )
-def test_what_is_not_data_is_refused_by_row(value: float, kind: dict[str, object], why: str, tmp_path: Path) -> None:
+def test_invalid_rows_are_rejected_by_number(value: float, kind: dict[str, object], why: str, tmp_path: Path) -> None:
     rows = np.zeros((100, 3), type(value))
     rows[42, 1] = value
     with pytest.raises((DataError, UsageError), match=why):
         prepare(Arrays(saved(tmp_path / "x.npy", rows), **kind).plan(), tmp_path / "out")
 
 
-def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_archives_are_rejected(tmp_path: Path) -> None:
     x, y = np.zeros((4, 2)), np.arange(4)
     for why, arrays in (
         ("name one of them `train`", {"a": x, "b": x}),
@@ -137,7 +137,7 @@ def test_archives_that_leave_the_split_unclear_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
-def test_the_text_of_a_dataset_is_the_text_of_the_file(chunk, tmp_path, monkeypatch):
+def test_a_text_dataset_holds_the_text_of_its_file(chunk, tmp_path, monkeypatch):
     monkeypatch.setattr("bsi.data.arrays.CHUNK", chunk)  # 7 bytes: characters are cut in two
     (tmp_path / "corpus.txt").write_text(CORPUS, "utf-8")
     dataset = prepare(Text(tmp_path / "corpus.txt", length=16, test_fraction=0.25).plan(), tmp_path / "out")
@@ -155,7 +155,7 @@ def test_the_text_of_a_dataset_is_the_text_of_the_file(chunk, tmp_path, monkeypa
     np.testing.assert_allclose(dataset.kind.prior, counts / counts.sum())
 
 
-def test_a_folder_is_read_in_order_and_each_file_has_its_own_end_for_testing(tmp_path: Path) -> None:
+def test_folders_of_text_are_read_in_order_with_test_data_from_each_file(tmp_path: Path) -> None:
     for name, letter in (("b.txt", "b"), ("a.txt", "a"), ("c.md", "c")):
         (tmp_path / name).write_text(letter * 90 + letter.upper() * 10)
     dataset = prepare(Text(tmp_path, length=5).plan(), tmp_path / "out")
@@ -187,7 +187,7 @@ def test_the_memory_does_not_depend_on_the_size_of_the_text(tmp_path: Path) -> N
         (b"abc" * 100, {"length": 10**8}, "shorter samples"),
     ],
 )
-def test_what_is_no_text_is_an_error_before_anything_is_written(content, options, why, tmp_path):
+def test_invalid_text_is_rejected_before_anything_is_written(content, options, why, tmp_path):
     (tmp_path / "x.txt").write_bytes(content)
     with pytest.raises((DataError, UsageError), match=why):
         Text(tmp_path / "x.txt", **options).plan()
@@ -216,7 +216,7 @@ def test_a_random_pixel_is_1_with_the_probability_of_its_value() -> None:
         assert abs(pixels.mean() - level / 16) <= 5 * error
 
 
-def test_mnist_is_read_from_its_files_packed_or_not(tmp_path: Path) -> None:
+def test_mnist_is_read_from_compressed_and_plain_files(tmp_path: Path) -> None:
     versions = set()
     for form, names in (("plain", ("-",)), ("packed", (".", ".gz", gzip.compress))):
         arrays = save_mnist(tmp_path / form, *names)
@@ -279,7 +279,7 @@ def plan_of(source: str, folder: Path) -> Plan:
 @pytest.mark.parametrize(
     "source", ["arrays", "named splits", "chars", "bytes", "wav", "folder", "imagenet32", "mnist", "binary"]
 )
-def test_a_source_can_be_read_from_any_item_on(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_can_be_read_from_any_item(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted preparation reads only the rest: the same rows, labels and split."""
     monkeypatch.setattr("bsi.data.arrays.BLOCK_BYTES", 1000)
     plan = plan_of(source, tmp_path)

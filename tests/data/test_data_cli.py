@@ -63,7 +63,7 @@ def test_a_folder_of_classes_is_listed_with_their_names(root, tmp_path, capsys):
     assert "Labels in the data are kept" in capsys.readouterr().err
 
 
-def test_options_reach_their_source_and_others_are_refused(root, tmp_path, capsys):
+def test_options_of_another_source_are_rejected(root, tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.arange(60) % 4)
     path = str(tmp_path / "x.npy")
     to = str(tmp_path / "elsewhere")
@@ -90,7 +90,7 @@ def test_options_reach_their_source_and_others_are_refused(root, tmp_path, capsy
     assert "like a source" in capsys.readouterr().err
 
 
-def test_bad_data_is_exit_3_and_damage_is_found_by_verify(root, tmp_path, capsys):
+def test_invalid_data_has_exit_code_3_and_verify_finds_damage(root, tmp_path, capsys):
     assert main(["data", "folder", "--from", str(tmp_path / "nowhere")]) == 3
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=100))
     words = ["data", "arrays", "--from", str(tmp_path / "x.npy"), "--verify"]
@@ -116,7 +116,7 @@ def test_the_digits_are_listed_without_torch_and_without_a_data_folder(root: Pat
     assert not root.exists()
 
 
-def test_what_is_no_data_is_exit_code_2_or_3_and_does_not_block(root, tmp_path, capsys):
+def test_inputs_that_are_no_data_are_rejected_without_blocking(root, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.npy")
     (tmp_path / "folder.npy").mkdir()
     (tmp_path / "device.npy").symlink_to("/dev/zero")
@@ -133,7 +133,7 @@ def test_what_is_no_data_is_exit_code_2_or_3_and_does_not_block(root, tmp_path, 
     assert not root.exists() or not list(root.glob("*"))
 
 
-def test_a_dataset_has_one_name_and_a_run_finds_it_by_its_content(root, tmp_path, capsys):
+def test_a_run_finds_a_renamed_dataset_by_its_content(root, tmp_path, capsys):
     np.save(tmp_path / "moons.npy", np.random.default_rng(0).normal(size=(100, 2)))
     where = ["--from", str(tmp_path / "moons.npy"), "--to", str(root / "moons2")]
     assert main(["data", "arrays", *where]) == 0

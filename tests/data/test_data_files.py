@@ -113,7 +113,7 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
 
-def test_row_24_a_malicious_cifar_pickle_is_never_loaded(tmp_path: Path) -> None:
+def test_a_malicious_cifar_pickle_is_never_loaded(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     payload = pickle.dumps(Canary(canary))
     folder = tmp_path / "cifar-10-batches-py"
@@ -170,7 +170,7 @@ def bad_archives(folder: Path, files: dict[str, bytes]) -> Iterator[tuple[str, P
         yield why, path
 
 
-def test_row_25_malicious_archives_are_refused_and_nothing_is_written_outside(files, tmp_path):
+def test_malicious_archives_are_rejected_and_write_nothing_outside(files, tmp_path):
     inside = tmp_path / "a" / "b"
     inside.mkdir(parents=True)
     archives = list(bad_archives(inside, files))
@@ -183,7 +183,7 @@ def test_row_25_malicious_archives_are_refused_and_nothing_is_written_outside(fi
     assert not Path("/outside").exists()
 
 
-def test_damaged_archives_are_rejected_by_name(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_damaged_archives_are_rejected(files: dict[str, bytes], tmp_path: Path) -> None:
     complete = layouts(tmp_path, files)["tar.gz"].read_bytes()
     path = tmp_path / "bad.tar.gz"
     for raw in (b"", b"nonsense" * 200, complete[: len(complete) // 2], complete[:40] + b"\xff" * 40 + complete[80:]):
@@ -264,7 +264,7 @@ def test_streamed_rows_are_those_of_numpy(shape: list[int], dtype: str, start: i
         assert np.array_equal(np.concatenate([array[:0], *file.blocks(start, block)]), array[start:])
 
 
-def test_row_26_object_arrays_and_headers_that_claim_a_terabyte_are_refused_before_memory_is_taken(tmp_path):
+def test_object_arrays_and_terabyte_headers_are_rejected_before_memory_is_allocated(tmp_path):
     canary = tmp_path / "canary"
     objects = np.array([Canary(canary)], object)
     np.savez(tmp_path / "objects.npz", train=objects)
@@ -323,7 +323,7 @@ def test_a_damaged_archive_is_an_error_every_time(save, tmp_path, monkeypatch):
     assert np.array_equal(found.train, train)
 
 
-def test_what_was_read_from_a_damaged_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_damaged_file_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The damage is in the first block, the checksum at the end: after the repair, all rows are read again."""
     monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
     images = np.random.default_rng(0).integers(0, 256, (3000, 3072), dtype=np.uint8)  # 9 MiB
@@ -383,7 +383,7 @@ def not_files(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("source", [Arrays, Cifar10, ImageNet32])
-def test_what_is_no_file_is_an_error_and_does_not_block(source: type, tmp_path: Path) -> None:
+def test_untrusted_inputs_must_be_regular_files(source: type, tmp_path: Path) -> None:
     for name, path in not_files(tmp_path).items():
         if name == "folder.npy" and source is not Arrays:
             continue
@@ -463,6 +463,6 @@ def test_a_download_resumes_and_has_its_hash(server: tuple[type[Server], str], t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_being_offline_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_being_offline_is_one_message_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"give it with --from"):
         download("http://127.0.0.1:9/file", tmp_path / "x", "0" * 64, "give it with --from")

@@ -124,7 +124,7 @@ def bad_images(folder: Path) -> dict[str, str]:
     return {name: why for name, (why, _) in kinds.items()}
 
 
-def test_row_27_images_that_cannot_be_used_are_named_and_skipped_only_up_to_a_cap(tmp_path: Path) -> None:
+def test_unusable_images_are_named_and_skipped_up_to_a_limit(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     expected = bad_images(folder)
@@ -145,7 +145,7 @@ def test_row_27_images_that_cannot_be_used_are_named_and_skipped_only_up_to_a_ca
         assert any(line.startswith(name) and why in line for line in dataset.manifest.skipped)
 
 
-def test_a_tree_is_walked_without_hidden_files_and_without_circles(photos: Path) -> None:
+def test_folders_are_read_without_hidden_files_and_link_cycles(photos: Path) -> None:
     assert len(set(walk(photos, (".png",)))) == 60
     (photos / "cats" / "circle").symlink_to(photos, target_is_directory=True)
     with pytest.raises(DataError, match="is a link to a folder"):
@@ -171,7 +171,7 @@ def test_the_folder_below_the_root_is_an_images_class(photos: Path, tmp_path: Pa
         prepare(Folder(photos, labels=True, size=8, skip=1).plan(), tmp_path / "plain")
 
 
-def test_a_class_without_an_image_for_training_is_a_class_all_the_same(photos: Path, tmp_path: Path) -> None:
+def test_classes_without_training_images_are_kept(photos: Path, tmp_path: Path) -> None:
     name = next(f"{i}.png" for i in range(1000) if for_testing(f"owls/{i}.png", 0.1))
     (photos / "owls").mkdir()
     Image.fromarray(noise(0, 8, 8)).save(photos / "owls" / name)
@@ -180,7 +180,7 @@ def test_a_class_without_an_image_for_training_is_a_class_all_the_same(photos: P
     assert (labels.classes, int(labels.train.max()), int(labels.test.max())) == (3, 1, 2)
 
 
-def test_what_is_in_no_class_or_in_one_alone_or_cannot_be_named_is_refused(photos: Path) -> None:
+def test_folders_without_usable_classes_are_rejected(photos: Path) -> None:
     stray = photos / "stray.png"
     Image.fromarray(noise(0, 8, 8)).save(stray)
     with pytest.raises(DataError, match=r"stray\.png is in no class.*omit --labels"):
@@ -213,7 +213,7 @@ def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path
     assert Folder(tmp_path).plan().shape == (3, 64, 64), "images of several sizes have none of their own"
 
 
-def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path) -> None:
+def test_sound_is_restored_from_the_indices_of_its_pieces(tmp_path: Path) -> None:
     folder = tmp_path / "sound"
     folder.mkdir()
     sounds = {f"{i}.wav": np.random.default_rng(i).integers(-(2**15), 2**15, (130 * i + 3, 2)) for i in range(12)}
@@ -233,7 +233,7 @@ def test_sound_is_cut_into_pieces_whose_indices_give_it_back(tmp_path: Path) -> 
     assert np.array_equal(sound.astype(int) + 2**15, dataset.train[0])
 
 
-def test_sound_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_unusable_sound_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 to 65535"):
         write_wav(tmp_path / "x.wav", np.array([[70000]]), 8000)
     assert not list(tmp_path.iterdir())
@@ -289,7 +289,7 @@ def table(n: int, classes: int = 3) -> Table:
     return Table({"image": Image.fromarray(noise(i % classes, 8, 8)), "label": i % classes} for i in range(n))
 
 
-def test_parts_of_a_hub_dataset_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_a_hub_dataset_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = table(30)
     rows[3] = {"image": "a string", "label": 0}
     hub(monkeypatch, Value("string"), train=rows, validation=Table(rows[:2]))
@@ -307,7 +307,7 @@ def test_parts_of_a_hub_dataset_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("feature", [ClassLabel(("cat", "dog", "owl")), Value("int64")], ids=repr)
-def test_a_hub_datasets_labels_are_kept_and_its_classes_keep_their_names(tmp_path, monkeypatch, feature):
+def test_labels_and_class_names_of_a_hub_dataset_are_kept(tmp_path, monkeypatch, feature):
     rows = table(300)
     rows[7] = {"image": None, "label": 1}
     hub(monkeypatch, feature, train=rows)
@@ -321,7 +321,7 @@ def test_a_hub_datasets_labels_are_kept_and_its_classes_keep_their_names(tmp_pat
 
 
 @pytest.mark.parametrize("marked", [-1, None, 2])
-def test_a_hub_datasets_labels_are_left_out_where_rows_have_none(tmp_path, monkeypatch, marked):
+def test_incomplete_labels_of_a_hub_dataset_are_dropped(tmp_path, monkeypatch, marked):
     hidden = Table({**row, "label": marked} for row in table(2))
     hub(monkeypatch, ClassLabel(("cat", "dog")), train=table(4, classes=2), test=hidden)
     dataset = prepare(HuggingFace("someone/cats", size=8).plan(), tmp_path / "out")

@@ -38,7 +38,7 @@ def test_every_epoch_visits_every_sample_exactly_once(seed: int, n: int, epoch: 
 @given(
     seed=seeds, n=st.integers(1, 10**12), start=st.integers(0, 10**15), cuts=st.lists(st.integers(0, 50), max_size=6)
 )
-def test_the_order_does_not_depend_on_how_the_stream_is_cut(seed: int, n: int, start: int, cuts: list[int]) -> None:
+def test_the_order_does_not_depend_on_the_batch_size(seed: int, n: int, start: int, cuts: list[int]) -> None:
     whole = sample_ids(seed, n, start, sum(cuts))
     starts = start + np.cumsum([0, *cuts])
     pieces = [sample_ids(seed, n, int(first), count) for first, count in zip(starts, cuts, strict=False)]
@@ -46,7 +46,7 @@ def test_the_order_does_not_depend_on_how_the_stream_is_cut(seed: int, n: int, s
     assert ((whole >= 0) & (whole < n)).all()
 
 
-def test_the_order_is_the_one_of_the_first_release() -> None:
+def test_the_order_is_that_of_the_first_release() -> None:
     """A run must go on in the same order under any later version: these values are fixed for good."""
     assert sample_ids(0, 50000, 0, 6).tolist() == [1483, 13803, 10809, 8285, 32512, 41129]
     assert sample_ids(2**64 - 1, 7, 70, 7).tolist() == [1, 6, 2, 4, 5, 0, 3]
@@ -62,7 +62,7 @@ def test_all_orders_of_a_small_set_are_equally_frequent(n: int) -> None:
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_every_position_of_an_epoch_is_uniform_and_neighbors_are_unrelated() -> None:
+def test_every_position_of_an_epoch_is_uniform_and_independent_of_its_neighbors() -> None:
     n, epochs = 200, 800
     orders = sample_ids(5, n, 0, n * epochs).reshape(epochs, n)
     for position in (0, n // 2, n - 1):
@@ -74,7 +74,7 @@ def test_every_position_of_an_epoch_is_uniform_and_neighbors_are_unrelated() -> 
     assert abs(agreements.mean() - 1) < 4 / math.sqrt(epochs)
 
 
-def test_coins_are_fair_and_depend_on_seed_and_position_alone() -> None:
+def test_random_flips_are_fair_and_depend_on_seed_and_position_only() -> None:
     n = 40_000
     a, b = coins(1, 0, n), coins(2, 0, n)
     assert np.array_equal(a[100:200], coins(1, 100, 100))
@@ -83,7 +83,7 @@ def test_coins_are_fair_and_depend_on_seed_and_position_alone() -> None:
 
 
 @pytest.mark.parametrize(("n", "start", "count"), [(0, 0, 1), (-3, 0, 1), (5, -1, 1), (5, 0, -1), (5, 2**62, 1)])
-def test_impossible_positions_are_refused(n: int, start: int, count: int) -> None:
+def test_invalid_positions_are_rejected(n: int, start: int, count: int) -> None:
     with pytest.raises(UsageError, match="got"):
         sample_ids(0, n, start, count)
 
@@ -143,7 +143,7 @@ def test_batches_fetched_ahead_come_in_order(images: np.ndarray) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(images, monkeypatch):
+def test_a_dataset_kept_on_the_device_gives_the_same_batches(images, monkeypatch):
     ids = sample_ids(0, 50, 0, 32)
     expected = as_source(images).take(ids)
     resident = as_source(images, "cuda")
@@ -158,7 +158,7 @@ def test_a_set_that_fits_stays_on_the_device_and_gives_the_same_batches(images, 
         assert torch.equal(flip(batch, 1, 5).cpu(), flip(expected, 1, 5))
 
 
-def test_a_batch_is_a_copy_of_integers_that_torch_computes_with() -> None:
+def test_a_batch_is_a_copy_with_a_supported_integer_type() -> None:
     for kind, expected in ((np.uint8, torch.uint8), (np.uint16, torch.int32)):
         array = np.array([[1], [255]], kind)
         batch = as_source(array).take(np.array([1, 0, 0]))
@@ -177,7 +177,7 @@ def test_a_flip_is_a_function_of_seed_and_position() -> None:
     assert torch.equal(flip(x[20:], seed=1, start=120), flipped[20:])
 
 
-def test_what_holds_no_samples_is_refused_with_what_would_do() -> None:
+def test_unsupported_sources_are_rejected_with_the_supported_ones() -> None:
     for wrong in (3, [1, 2], {"a": 1}, "train", None):
         with pytest.raises(UsageError, match="tensor"):
             as_source(wrong)
@@ -194,7 +194,7 @@ def test_what_holds_no_samples_is_refused_with_what_would_do() -> None:
 
 
 @pytest.mark.parametrize("odd", [torch.zeros(5), torch.zeros(4, dtype=torch.float64)], ids=["shape", "type"])
-def test_samples_that_differ_are_refused_by_number(odd: torch.Tensor) -> None:
+def test_samples_of_different_shapes_or_types_are_rejected_by_number(odd: torch.Tensor) -> None:
     class Ragged(Pairs):
         def __getitem__(self, index: int) -> torch.Tensor:
             return odd if index == 3 else torch.zeros(4)

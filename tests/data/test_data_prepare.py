@@ -90,7 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
-def test_row_21_a_struck_preparation_leaves_no_half_dataset_and_goes_on(name, whole, tmp_path):
+def test_an_interrupted_preparation_leaves_no_incomplete_dataset_and_resumes(name, whole, tmp_path):
     target = tmp_path / "noise"
     first = struck(target, 3, name)
     assert first.returncode in (-getattr(signal, name), 130), first.stderr
@@ -112,7 +112,7 @@ def test_row_21_a_struck_preparation_leaves_no_half_dataset_and_goes_on(name, wh
 
 
 @pytest.mark.parametrize("point", ["header_bytes", "digest_file", "rename"])
-def test_row_21_a_preparation_killed_while_it_finishes_leaves_no_half_dataset(point, whole, tmp_path):
+def test_a_preparation_killed_in_its_last_step_leaves_no_incomplete_dataset(point, whole, tmp_path):
     target = tmp_path / "noise"
     assert struck(target, -1, "SIGKILL", point).returncode == -signal.SIGKILL
     assert not target.exists()
@@ -134,7 +134,7 @@ def interrupted(target: Path, at: int, error: BaseException) -> None:
         assert (caught.value.code, "Make room and run the same command again" in str(caught.value)) == (1, True)
 
 
-def test_what_cannot_be_resumed_starts_afresh(whole: Dataset, tmp_path: Path) -> None:
+def test_a_preparation_that_cannot_be_resumed_starts_again(whole: Dataset, tmp_path: Path) -> None:
     target, partial = tmp_path / "noise", tmp_path / ".noise.partial"
     starts = []
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_resumed_starts_afresh(whole: Dataset, tmp_path: Path) ->
     assert starts == [0, 0, 0]
 
 
-def test_a_full_disk_is_reported_and_the_preparation_goes_on_later(whole: Dataset, tmp_path: Path) -> None:
+def test_a_preparation_resumes_after_a_full_disk(whole: Dataset, tmp_path: Path) -> None:
     interrupted(tmp_path / "noise", 4, OSError(28, "No space left on device"))
     assert json.loads((tmp_path / ".noise.partial" / "state.json").read_text())["items"] == 40
     assert prepare(plan(), tmp_path / "noise").version == whole.version
@@ -168,7 +168,7 @@ def test_a_full_disk_is_reported_and_the_preparation_goes_on_later(whole: Datase
     assert not (tmp_path / ".larger.partial").exists()
 
 
-def test_a_second_preparation_at_the_same_time_is_refused(tmp_path: Path) -> None:
+def test_a_concurrent_preparation_is_rejected(tmp_path: Path) -> None:
     target = tmp_path / "noise"
 
     def blocks(start: int) -> Iterator[Block]:
@@ -179,7 +179,7 @@ def test_a_second_preparation_at_the_same_time_is_refused(tmp_path: Path) -> Non
     assert len(prepare(plan(parts=parts_of(blocks)), target).train) == 80
 
 
-def test_the_same_command_again_opens_what_is_there_and_other_options_are_refused(whole, tmp_path):
+def test_the_same_command_reuses_a_dataset_and_other_options_are_rejected(whole, tmp_path):
     assert prepare(plan(), whole.folder).version == whole.version
     with pytest.raises(UsageError, match=r"from other files, or before they changed and .*size: 4 there, 8 requested"):
         prepare(plan(options={"size": 8}, input="other seeds"), whole.folder)
@@ -192,7 +192,7 @@ def test_the_same_command_again_opens_what_is_there_and_other_options_are_refuse
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
 
 
-def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tmp_path: Path) -> None:
+def test_the_version_of_a_dataset_depends_on_content_and_meaning(whole: Dataset, tmp_path: Path) -> None:
     """The trainer compares versions: equal for equal data wherever it lies, different after any change of it."""
     assert prepare(plan("renamed"), tmp_path / "renamed").version == whole.version
 
@@ -212,7 +212,7 @@ def test_row_22_the_version_names_the_content_and_its_meaning(whole: Dataset, tm
 
 
 @pytest.mark.parametrize("name", ["train.npy", "test_labels.npy"])
-def test_a_damaged_file_is_refused_with_both_hashes(name: str, whole: Dataset, tmp_path: Path) -> None:
+def test_a_damaged_file_is_rejected_with_both_hashes(name: str, whole: Dataset, tmp_path: Path) -> None:
     folder = tmp_path / "noise"
     shutil.copytree(whole.folder, folder)
     raw = (folder / name).read_bytes()
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_refused_with_both_hashes(name: str, whole: Dataset, t
         open_dataset(folder)
 
 
-def test_a_manifest_that_was_changed_is_refused(whole: Dataset, tmp_path: Path) -> None:
+def test_a_changed_manifest_is_rejected(whole: Dataset, tmp_path: Path) -> None:
     folder = tmp_path / "noise"
     shutil.copytree(whole.folder, folder)
     good = json.loads((folder / MANIFEST).read_text())
@@ -257,7 +257,7 @@ def test_a_manifest_that_was_changed_is_refused(whole: Dataset, tmp_path: Path) 
         assert open_dataset(folder).labels.names == tuple(classes.get("classes", ()))
 
 
-def test_a_dataset_has_the_name_of_its_folder_and_is_found_by_its_content(whole, tmp_path, monkeypatch):
+def test_datasets_are_found_by_folder_name_or_content(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     prepare(plan("photos"), tmp_path / "photos28")
     assert [open_dataset(folder).name for folder in prepared()] == ["photos28"]
@@ -273,7 +273,7 @@ def test_a_dataset_has_the_name_of_its_folder_and_is_found_by_its_content(whole,
     assert open_dataset("photos28", version="0" * 64).name == "photos28"
 
 
-def test_a_split_without_samples_is_refused_when_asked_for(tmp_path: Path) -> None:
+def test_opening_an_empty_split_raises(tmp_path: Path) -> None:
     def blocks(start: int) -> Iterator[Block]:
         return (replace(block, labels=None) for block in plan().blocks(start) if not block.for_testing)
 
@@ -304,7 +304,7 @@ def test_the_digits_are_the_published_ones() -> None:
     assert dataset.version == "5455a655c9a5007260fd929f8f10e56609880969a5a300011e23573c843331ef"
 
 
-def test_a_bare_name_means_the_data_folder_whatever_the_working_directory(tmp_path, monkeypatch):
+def test_a_name_without_a_folder_refers_to_the_data_folder(tmp_path, monkeypatch):
     for folder, count in (("root", 3), ("here", 4)):
         np.save(tmp_path / "x.npy", np.arange(float(count)))
         prepare(Arrays(tmp_path / "x.npy", test_fraction=0.0).plan(), tmp_path / folder / "x")

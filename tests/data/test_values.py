@@ -24,7 +24,7 @@ ranges = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(bins=ranges, data=st.data(), fraction=st.floats(0, 1))
-def test_an_index_survives_the_round_trip_and_a_value_has_the_nearest_one(bins, data, fraction):
+def test_bins_round_trip_indices_and_take_the_nearest_value(bins, data, fraction):
     index = np.array(data.draw(st.lists(st.integers(0, bins.count - 1), max_size=20)), dtype=bins.dtype)
     assert np.array_equal(bins.indices(bins.values(index)), index)
     value = np.array([bins.low + fraction * (bins.high - bins.low)])
@@ -82,7 +82,7 @@ def test_units_follow_type_and_shape() -> None:
     assert Standardize(1.0, 2.0).values(torch.ones(4, 3)).abs().max() == 0
 
 
-def test_what_cannot_be_standardized_is_named() -> None:
+def test_columns_that_cannot_be_standardized_are_named() -> None:
     data = torch.randn(100, 4)
     data[:, 2] = 3.0
     with pytest.raises(DataError, match="element or channel 2 of the data is constant"):
@@ -94,7 +94,7 @@ def test_what_cannot_be_standardized_is_named() -> None:
         Standardize((0.0, 1.0), (1.0,))
 
 
-def test_a_table_scores_as_its_columns_standardized_by_hand_plus_the_change_of_units() -> None:
+def test_standardizing_changes_the_bound_by_the_change_of_units() -> None:
     """In nats, with the same network and noise: -ln p(data) = -ln p(x) + mean ln std, per dimension."""
     torch.manual_seed(0)
     units = torch.tensor([1e-3, 1.0, 1e4])

@@ -50,7 +50,7 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
-def test_python_of_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_of_the_documents_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
@@ -87,13 +87,13 @@ def parsed(name: str, *words: str) -> object:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_between_the_documents_lead_somewhere(page: Path) -> None:
+def test_links_between_the_documents_resolve(page: Path) -> None:
     for target in LINK.findall(re.sub(BLOCK, "", page.read_text(encoding="utf-8"))):
         if not re.match(r"[a-z]+:", target):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_architecture_shows_files_that_exist() -> None:
+def test_the_architecture_page_names_existing_files() -> None:
     (tree,) = [text for text in blocks(ROOT / "docs" / "architecture.md", "text") if text.startswith("src/bsi/")]
     heads = [re.match(r"  ((?:[\w.]+(?:/|\.py)(?:, )?)+)", line) for line in tree.splitlines()]
     shown = {name for head in heads if head for name in head[1].split(", ")}

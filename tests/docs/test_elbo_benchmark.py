@@ -16,7 +16,7 @@ def script(monkeypatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_the_script_runs_whole(script, tmp_path):
+def test_the_benchmark_script_runs(script, tmp_path):
     out = tmp_path / "figures.json"
     script.main(["digits", "--images", "8", "--seeds", "3", "--measure", "4", "--json", str(out)])
     found = json.loads(out.read_text())["measure 4"]
@@ -27,7 +27,7 @@ def test_the_script_runs_whole(script, tmp_path):
         assert error > 0
 
 
-def test_the_error_of_a_saving_is_that_of_its_variances(script):
+def test_the_error_of_a_variance_ratio_follows_from_both_variances(script):
     """Two estimators with variances 4 to 1: the ratio is 4 within two of the jackknife's errors, most of the time."""
     generator, block, near = torch.Generator().manual_seed(0), torch.arange(64) // 4, 0
     for _ in range(60):

@@ -56,7 +56,7 @@ def tour() -> Any:
         del sys.modules["tour"]
 
 
-def test_the_tour_is_a_small_notebook_that_needs_only_torch_numpy_and_matplotlib() -> None:
+def test_the_tour_needs_only_torch_numpy_and_matplotlib() -> None:
     notebook = json.loads(TOUR.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
     assert TOUR.stat().st_size < 1_000_000
@@ -72,7 +72,7 @@ def test_the_tour_is_a_small_notebook_that_needs_only_torch_numpy_and_matplotlib
     assert with_package.startswith("import bsi\n")
 
 
-def test_the_package_computes_what_the_tour_computes(tour: Any) -> None:
+def test_the_tour_agrees_with_the_package(tour: Any) -> None:
     learned, error = float(tour.L_R["learned"] + tour.L_M["learned"]), 2 * tour.bound.monte_carlo_error * math.log(2)
     assert abs(2 * tour.bound.nats_per_dim - learned) < 4 * error + 0.03
     assert abs(float(tour.loss) - float(tour.L_M["learned"])) < 0.5

@@ -24,7 +24,7 @@ PRINTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PRINTED)
-def test_own_data_leads_to_a_bound_next_to_baselines(kind: str, tmp_path: Path) -> None:
+def test_own_data_gets_a_bound_and_baselines(kind: str, tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPT), kind, "--out", str(tmp_path), "--scale", "0.02"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", env=environment, timeout=600)
@@ -36,6 +36,6 @@ def test_own_data_leads_to_a_bound_next_to_baselines(kind: str, tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-def test_a_backbone_by_name_is_an_error_that_shows_the_call(unchecked: None) -> None:
+def test_a_backbone_given_by_name_raises_with_the_right_call(unchecked: None) -> None:
     with pytest.raises(UsageError, match=r"bsi.backbones.resolve\('mlp-128x2'\)"):
         replace(bsi.recipes.arrays(), backbone="mlp-128x2")

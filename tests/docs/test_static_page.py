@@ -49,7 +49,7 @@ def assert_same(theirs: Any, ours: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_the_page_draws_the_samples_of_the_package(page: Any, name: str) -> None:
+def test_the_static_page_draws_the_samples_of_the_package(page: Any, name: str) -> None:
     method, k, num, seed = METHODS[name], 11, 5, 7
     for grid, solver in product(GRIDS, ("posterior", "sde2", "ode2")):
         noise = SeededNoise(seed, torch.arange(num), (2,), torch.float64)
@@ -65,7 +65,7 @@ def test_the_page_draws_the_samples_of_the_package(page: Any, name: str) -> None
                 assert_same(there["y"], measurement(method, here, ours[i + 1]), f"y of {what}")
 
 
-def test_the_page_takes_given_noise(page: Any) -> None:
+def test_the_static_page_accepts_given_noise(page: Any) -> None:
     k = 6
     drawn = torch.randn(k + 1, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for name, method in METHODS.items():
@@ -76,7 +76,7 @@ def test_the_page_takes_given_noise(page: Any) -> None:
         assert_same(theirs[-1]["x_hat"], samples, f"samples of {name}")
 
 
-def test_the_page_works_with_the_mouse(page: Any) -> None:
+def test_the_static_page_works_with_the_mouse(page: Any) -> None:
     page.evaluate("go(0)")
     page.click("#forth")
     page.click("#forth")
@@ -95,7 +95,7 @@ def test_the_page_works_with_the_mouse(page: Any) -> None:
     assert not state(page, "playing")
 
 
-def test_the_page_works_with_the_keyboard_alone(page: Any) -> None:
+def test_the_static_page_works_with_the_keyboard_alone(page: Any) -> None:
     for keys, name, expected in (
         (["End"], "position", 40), (["Home", "ArrowRight"], "position", 1), (["2"], "solver", "sde2"),
         (["n"], "seed", 1), (["]"], "followed", 1), (["Space"], "playing", True), (["Space"], "playing", False),
@@ -111,7 +111,7 @@ def test_the_page_works_with_the_keyboard_alone(page: Any) -> None:
     assert buttons | {"step", "solver", "grid", "seed", "k", "num", "std", "lambda"} <= reached
 
 
-def test_the_page_is_readable_by_everyone(page: Any) -> None:
+def test_the_static_page_is_accessible(page: Any) -> None:
     page.evaluate("go(12)")
     check_names(page)
     assert "BFN, step 12" in page.get_attribute("#scene-BFN", "aria-label")

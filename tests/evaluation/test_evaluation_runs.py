@@ -45,7 +45,7 @@ def answer(capsys, *words: object) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_hash_of_weights_tells_names_types_shapes_and_values_apart():
+def test_the_hash_of_weights_depends_on_names_types_shapes_and_values():
     def holding(**tensors: torch.Tensor) -> torch.nn.Module:
         module = torch.nn.Module()  # a ParameterDict would sort the names
         for name, tensor in tensors.items():
@@ -64,7 +64,7 @@ def test_a_hash_of_weights_tells_names_types_shapes_and_values_apart():
     assert weights_hash(holding(b=ones, a=zeros)) == weights_hash(variants[0])
 
 
-def test_the_paper_s_protocol_is_the_default_and_the_record_says_all(runs, capsys, tmp_path):
+def test_the_papers_protocol_is_the_default_and_recorded(runs, capsys, tmp_path):
     record = answer(capsys, runs[0], "--bpd", "--limit", 24, "--per-sample", tmp_path / "each.npz")
     assert (record["measure"], record["recon"], record["proposal"], record["finite_k"]) == (5, 2, "loguniform", None)
     assert record["evaluations"] == 24 * 7
@@ -86,7 +86,7 @@ def test_the_paper_s_protocol_is_the_default_and_the_record_says_all(runs, capsy
         assert set(each.files) == {"nats", "measurement", "reconstruction", "prior", "variance"}
 
 
-def test_learned_levels_finite_rounds_and_a_target(runs, capsys):
+def test_the_bound_with_fitted_proposal_finite_steps_and_a_target_error(runs, capsys):
     infinite = answer(capsys, runs[0], "--bpd", "--limit", 24, "--proposal", "fitted")
     finite = answer(capsys, runs[0], "--bpd", "--limit", 24, "--proposal", "fitted", "--finite-k", 16)
     assert infinite["control"]
@@ -144,7 +144,7 @@ def test_a_bound_is_printed_with_both_errors_and_baselines_of_the_same_images(ru
         (["RUN", "--bpd", "--no-control"], "--no-control applies only with --proposal fitted"),
     ],
 )
-def test_what_cannot_be_done_is_said_with_exit_code_2(runs, capsys, words, message):
+def test_invalid_evaluations_have_exit_code_2(runs, capsys, words, message):
     assert main(["eval", *[str(runs[0]) if word == "RUN" else word for word in words]]) == 2
     assert message in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_a_result_that_cannot_be_stored_is_printed_with_exit_code_0(runs, capsys
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_a_bound_is_told_though_the_evaluation_after_it_fails(runs, capsys, monkeypatch, flags):
+def test_a_bound_is_printed_when_a_later_evaluation_fails(runs, capsys, monkeypatch, flags):
     def offline(*arguments: object) -> None:
         raise DataError("no weights of the FID network")
 
@@ -174,7 +174,7 @@ def test_a_bound_is_told_though_the_evaluation_after_it_fails(runs, capsys, monk
     assert "no weights of the FID network" in err
 
 
-def test_other_data_than_the_run_s_own_must_be_named(runs):
+def test_evaluating_on_other_data_needs_its_name(runs):
     run = open_run(runs[0], ALONE)
     other = replace(run, trained=replace(run.trained, data=replace(run.trained.data, version="0" * 64)))
     with pytest.raises(DataError, match="not the one"):
@@ -219,7 +219,7 @@ def test_a_bundled_network_is_evaluated_by_its_name(capsys):
     assert paired["difference"] == 0
 
 
-def test_a_distance_between_enlarged_images_says_what_it_is_worth(tmp_path, monkeypatch):
+def test_a_distance_of_enlarged_images_gives_a_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
 
     class Enlarged(Averages):
@@ -248,7 +248,7 @@ class Averages:
         return torch.nn.functional.avg_pool2d(images[:, :1].float(), 4).flatten(1)
 
 
-def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch):
+def test_sample_quality_records_all_settings(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run, how = open_run(runs[0], ALONE), Sampler(steps=3)
     found = quality(run, how, 20, seed=5, batch=8)
@@ -264,7 +264,7 @@ def test_sample_quality_names_all_that_it_depends_on(runs, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, monkeypatch):
+def test_recorded_evaluations_include_guidance(guidance, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(Path("digits"), ALONE)
     network = build("mlp-16x1", shape=(1, 8, 8), num_classes=10)
@@ -277,7 +277,7 @@ def test_the_record_counts_the_evaluations_of_guidance_too(guidance, tmp_path, m
     assert found.generation.evaluations == (4 if guidance == 1 else 8)
 
 
-def test_several_guidances_are_measured_one_after_the_other(tmp_path, monkeypatch, capsys):
+def test_several_guidance_strengths_are_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     monkeypatch.setattr("bsi.metrics.Inception", lambda weights, device: Averages())
     run = tmp_path / "run"
@@ -304,7 +304,7 @@ def test_several_guidances_are_measured_one_after_the_other(tmp_path, monkeypatc
     assert ": 30 samples (" in capsys.readouterr().out, "without labels"
 
 
-def test_ranks_draw_the_samples_of_one_in_turns(runs):
+def test_ranks_draw_the_samples_of_one(runs):
     model, how = open_run(runs[0], ALONE).model, Sampler(steps=2)
 
     def images(rank: int, size: int) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_ranks_draw_the_samples_of_one_in_turns(runs):
     assert (images(0, 1).int() - together.int()).abs().float().mean() < 0.1  # a pixel may round into the next bin
 
 
-def test_too_few_images_are_refused_and_few_are_warned_of(runs, tmp_path, monkeypatch):
+def test_too_few_images_are_rejected_or_give_a_warning(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("BSI_DATA", str(tmp_path))
     run = open_run(runs[0], ALONE)
     split = open_split(run, "test")
@@ -330,13 +330,13 @@ def test_too_few_images_are_refused_and_few_are_warned_of(runs, tmp_path, monkey
         quality(run, Sampler(steps=2), 3)
 
 
-def test_weights_of_another_shape_name_the_network_that_they_belong_to(tmp_path):
+def test_weights_of_another_shape_name_their_network(tmp_path):
     recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(16, 1), steps=1)
     with pytest.raises(UsageError, match=r"those of another network, DiTConfig\(width=64"):
         bsi.train(recipe, out=tmp_path / "run", init_from="digits", device="cpu")
 
 
-def test_a_distance_of_what_is_no_image_is_refused_before_weights_are_fetched(tmp_path, capsys, monkeypatch):
+def test_a_distance_of_other_data_is_rejected_before_weights_are_downloaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("bsi.metrics.Inception", lambda *args: pytest.fail("fetched"))
     recipe = replace(bsi.recipes.arrays(), backbone=MLPConfig(16, 1), steps=1, batch=64)
     run = bsi.train(recipe, data=torch.randn(64, 2), out=tmp_path / "run", device="cpu").path
@@ -347,7 +347,7 @@ def test_a_distance_of_what_is_no_image_is_refused_before_weights_are_fetched(tm
 @pytest.mark.parametrize(
     ("shape", "bins"), [((3,), bsi.Bins.uint8()), ((2, 8, 8), bsi.Bins.uint8()), ((1, 8, 8), None)]
 )
-def test_what_is_no_binned_image_has_no_features(shape, bins):
+def test_only_binned_images_have_features(shape, bins):
     model = bsi.Model(build("mlp-16x1", shape=shape), bsi.BSI(), shape=shape, data=bins)
     with pytest.raises(UsageError, match="only binned images with 1 or 3 channels have features"):
         check_images(model)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 
-def test_it_gives_what_was_recorded() -> None:
+def test_results_equal_the_recorded_ones() -> None:
     script = Path(__file__).with_name("record.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     different = [line for line in done.stdout.splitlines() if not line.startswith("  ")]

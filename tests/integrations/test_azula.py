@@ -24,7 +24,7 @@ def first_order(method: bsi.methods.Method, grid: torch.Tensor) -> Table:
 
 
 @pytest.mark.parametrize("method", [bsi.BSI(alpha_M=100.0), bsi.VDM()], ids=repr)
-def test_ddim_takes_the_steps_of_the_probability_flow(method) -> None:
+def test_ddim_equals_the_probability_flow(method) -> None:
     digits = bsi.load("digits").double()
     model = bsi.Model(digits.denoiser.backbone, method, digits.shape, digits.kind).double().eval()
     noise = SeededNoise(0, torch.arange(3), model.shape, torch.float64)

@@ -106,7 +106,7 @@ def test_the_scheduler_is_saved_and_loaded(tmp_path) -> None:
     assert BSIScheduler().init_noise_sigma == pytest.approx(10.0)
 
 
-def test_generators_seed_the_noise_and_misuse_is_an_error() -> None:
+def test_generators_seed_the_noise_and_misuse_raises() -> None:
     scheduler, x = BSIScheduler(solver="posterior"), torch.zeros(2, *SHAPE)
     with pytest.raises(UsageError, match="set_timesteps"):
         scheduler.step(x, 1000.0, x)

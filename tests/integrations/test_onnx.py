@@ -66,7 +66,7 @@ def test_onnxruntime_samples_with_the_predictions_of_torch(kind: str, tmp_path: 
         OnnxPredictor(path, None if model.classes else 0)
 
 
-def test_what_cannot_be_exported_is_an_error(tmp_path: Path) -> None:
+def test_unsupported_exports_raise(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="float32"):
         export_denoiser(trained("mlp").double())
     pytest.importorskip("onnxruntime", reason='onnxruntime is not installed: pip install "bsi[onnx]"')

@@ -108,7 +108,7 @@ with torch.no_grad():
 
 @needs_triton
 @pytest.mark.slow
-def test_the_fused_blocks_are_the_plain_ones_with_and_without_dropout_lean_or_not() -> None:
+def test_fused_blocks_agree_with_the_plain_ones() -> None:
     lines = printed(SETTING + FUSED)
     distances = [float(number) for (number,) in about(lines, "error")]
     assert len(distances) == 5
@@ -118,7 +118,7 @@ def test_the_fused_blocks_are_the_plain_ones_with_and_without_dropout_lean_or_no
 
 @pytest.mark.slow
 @needs_triton
-def test_the_8_bit_blocks_are_the_plain_ones_up_to_the_rounding_of_their_formats() -> None:
+def test_fp8_blocks_agree_with_the_plain_ones_up_to_rounding() -> None:
     lines = printed(SETTING + EIGHT)
     exact = [float(number) for (number,) in about(lines, "exact")]
     assert len(exact) == 8
@@ -131,7 +131,7 @@ def test_the_8_bit_blocks_are_the_plain_ones_up_to_the_rounding_of_their_formats
 
 @needs_triton
 @pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 1.02, 9.0, 0.99], [float("inf"), 2.0, 1.0], [1.0], [2e-5, 1e-5]])
-def test_the_fastest_product_is_found_and_slow_ones_run_once(times: list[float]) -> None:
+def test_autotuning_finds_the_fastest_product_and_runs_slow_ones_once(times: list[float]) -> None:
     from bsi.kernels.cublaslt import TIMED_RUNS, quickest
 
     runs = dict.fromkeys(range(len(times)), 0)

@@ -190,7 +190,7 @@ build(philox._weighted_normals, {"QUADS": philox.QUADS}, integers, num_warps=4)
 
 @needs_triton
 @pytest.mark.slow
-def test_the_kernels_are_group_norm_and_sums_for_all_remainders() -> None:
+def test_the_kernels_agree_with_torch_for_all_remainders() -> None:
     lines = printed(KERNELS)
     norms, joins = ([float(number) for (number,) in about(lines, what)] for what in ("norm", "join"))
     assert len(norms) == 9
@@ -211,7 +211,7 @@ def test_the_kernels_compile_for_an_h200_without_one() -> None:
 
 @pytest.mark.slow
 @needs_triton
-def test_the_fused_unet_is_the_plain_one_and_keeps_what_the_account_says() -> None:
+def test_the_fused_unet_agrees_with_the_plain_one_and_its_memory_estimate() -> None:
     lines = printed(NETWORKS)
     distances = [float(number) for (number,) in about(lines, "float32")]
     assert len(distances) == 5

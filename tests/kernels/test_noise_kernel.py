@@ -33,14 +33,14 @@ assert noise_kernels.weighted_normals(noise.seed_words(1, few.device), few[:0], 
 
 @needs_triton
 @pytest.mark.slow
-def test_the_kernel_draws_the_normals_of_the_plain_function() -> None:
+def test_the_noise_kernel_agrees_with_the_plain_function() -> None:
     lines = printed(SAME)
     assert len(lines) == 3
     assert max(float(line.split()[1]) for line in lines) < 2e-6, lines
 
 
 @needs_triton
-def test_the_hook_that_checks_shapes_leaves_kernels_alone() -> None:
+def test_the_import_hook_for_shapes_skips_kernels() -> None:
     """The hook replaces functions by wrappers with another namespace, in which a kernel would not find its names."""
     package, found = Path(bsi.__file__).parent, 0
     for path in (package / "kernels").glob("[a-z]*.py"):
@@ -53,7 +53,7 @@ def test_the_hook_that_checks_shapes_leaves_kernels_alone() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_noise_is_that_of_a_cpu_and_does_not_depend_on_the_batch() -> None:
+def test_noise_on_a_gpu_equals_noise_on_a_cpu() -> None:
     samples = torch.tensor([3, 2**33, 17])
     places, weights = torch.tensor([4, 1, 9]), torch.tensor([2.0, 0.5, -1.0])
     here = weighted_normals(seed_words(5, samples.device), samples, places, weights, 1000)

@@ -87,7 +87,7 @@ def registered():
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_registered_method_trains_samples_is_evaluated_stored_and_loaded(tmp_path: Path, capsys) -> None:
+def test_a_registered_method_works_in_every_command(tmp_path: Path, capsys) -> None:
     assert isinstance(Exploding(), Method)
     run = bsi.train(replace(RECIPE, steps=30, every=Every(checkpoint=30)), out=tmp_path / "run", device="cpu").path
     run = bsi.train(RECIPE, out=tmp_path / "run", allow=("steps",), device="cpu").path
@@ -111,7 +111,7 @@ def test_an_unknown_method_in_a_file_names_the_known_ones(tmp_path: Path) -> Non
         bsi.load(run)
 
 
-def test_a_name_belongs_to_one_method() -> None:
+def test_a_name_is_registered_once() -> None:
     register("bsi", bsi.BSI)  # again, the same
     with pytest.raises(UsageError, match="taken"):
         register("bsi", Exploding)

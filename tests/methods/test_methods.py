@@ -72,7 +72,7 @@ def test_encoder_at_the_first_level_is_the_belief_prior(method):
     assert method.prior_kl(torch.randn(3, 2)).tolist() == [0, 0, 0]
 
 
-def test_bfn_is_the_gamma_infinity_end():
+def test_bfn_is_bsi_with_infinite_gamma_0():
     bfn, end = BFN(), BSI(lambda_0=1.0, gamma_0=math.inf, alpha_M=1e6 - 1)
     level = paper_grid(end, 40)
     torch.testing.assert_close(bfn.encoder(level).signal, end.encoder(level).signal, rtol=0, atol=0)
@@ -95,7 +95,7 @@ def test_bfn_encoder_is_the_flow_distribution(sigma_1):
     torch.testing.assert_close(encoder.noise.square(), alpha / (1 + alpha).square(), rtol=1e-12, atol=0)  # as printed
 
 
-def test_posterior_mean_matching_is_the_same_end():
+def test_posterior_mean_matching_is_the_same_limit():
     """PMM tracks E[x | y_1 .. y_k] under the prior N(0, 1/lambda_0); for a given x its law is our encoder's."""
     lambda_0, alphas, ys = 0.5, (0.2, 1.0, 4.0), (0.3, -1.1, 0.7)
     unknown = source(0, 4, 0.0, lambda_0**-0.5)

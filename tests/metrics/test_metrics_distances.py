@@ -20,7 +20,7 @@ def features(n: int, dim: int, seed: int, scale: float = 1.0, offset: float = 0.
     return torch.randn(n, dim, generator=generator, dtype=torch.float64) @ mix * scale + offset
 
 
-def test_moments_are_those_of_numpy_in_any_order_and_batches() -> None:
+def test_moments_agree_with_numpy_in_any_order_and_batches() -> None:
     x = features(101, 5, seed=1)
     shuffled = x[torch.randperm(101, generator=torch.Generator().manual_seed(0))]
     parts = sum((Moments.of(part) for part in (x[:0], *shuffled.split(13))), Moments.empty(5))
@@ -32,7 +32,7 @@ def test_moments_are_those_of_numpy_in_any_order_and_batches() -> None:
     assert Moments.of(x.float()).scatter.dtype == torch.float64
 
 
-def test_a_large_mean_costs_no_digits() -> None:
+def test_a_large_mean_loses_no_digits() -> None:
     """A sum of squares about zero would keep 16 - 2 * 7 = 2 digits of these covariances."""
     x = features(400, 4, seed=2)
     near = Moments.of(x)
@@ -66,21 +66,21 @@ def test_distance_is_invariant_under_rotations_and_shifts_and_grows_with_the_squ
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_features_are_refused(bad: float) -> None:
+def test_nonfinite_features_are_rejected(bad: float) -> None:
     x = features(20, 3, seed=16)
     x[7, 1] = bad
     with pytest.raises(NonFinite, match="20 images"):
         frechet_distance(Moments.of(x), Moments.of(features(20, 3, seed=17)))
 
 
-def test_single_samples_and_features_of_two_extractors_are_refused() -> None:
+def test_single_samples_and_mixed_extractors_are_rejected() -> None:
     with pytest.raises(DataError, match="at least 2 samples, got 1"):
         frechet_distance(Moments.of(features(1, 3, seed=18)), Moments.of(features(9, 3, seed=19)))
     with pytest.raises(DataError, match="got 3 and 4"):
         frechet_distance(Moments.of(features(9, 3, seed=20)), Moments.of(features(9, 4, seed=21)))
 
 
-def test_the_error_is_the_spread_over_draws() -> None:
+def test_the_error_equals_the_spread_over_draws() -> None:
     """600 sets of 400 samples: the standard deviation of their distances against the mean predicted error."""
     torch.manual_seed(0)
     root = torch.tensor([[1.0, 0.4, 0.0], [0.0, 0.8, 0.3], [0.0, 0.0, 1.3]], dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_kid_of_one_distribution_is_zero_within_its_error() -> None:
     assert 0.9 < scores.std() < 1.4
 
 
-def test_kid_does_not_depend_on_the_block_size_but_in_noise() -> None:
+def test_kid_does_not_depend_on_the_block_size_beyond_noise() -> None:
     x, y = normal(3000, 8, seed=2), normal(3025, 8, seed=3, offset=0.3)  # the last 25 are not used
     small, large = kernel_distance(x, y, block_size=50), kernel_distance(x, y, block_size=500)
     assert (small.blocks, large.blocks) == (60, 6)
@@ -152,14 +152,14 @@ def test_sorted_images_have_the_kid_of_shuffled_ones(n: int) -> None:
     assert abs(kid.value) < 15  # about 4 standard errors; blocks of neighbors give 150
 
 
-def test_a_set_covers_itself_and_none_far_away() -> None:
+def test_precision_and_recall_of_equal_and_distant_sets() -> None:
     assert precision_recall(normal(50, 5, 0), normal(50, 5, 0)) == PrecisionRecall(1.0, 1.0, k=3)
     assert precision_recall(normal(50, 5, 0), normal(50, 5, 1, offset=1000.0)) == PrecisionRecall(0.0, 0.0, k=3)
     # Copies of one image are balls of radius 0, and yet cover it.
     assert precision_recall(torch.zeros(5, 2), torch.zeros(6, 2)) == PrecisionRecall(1.0, 1.0, k=3)
 
 
-def test_a_line_by_hand() -> None:
+def test_precision_and_recall_of_points_on_a_line() -> None:
     """k = 1. Real 0, 1, 10: radii 1, 1, 9, so the real manifold is [-1, 2] and [1, 19]. Samples -3, -0.5, 5, 30: radii
     2.5, 2.5, 5.5, 25, so theirs is [-5.5, 2], [-0.5, 10.5] and [5, 55]."""
     real, samples = torch.tensor([[0.0], [1.0], [10.0]]), torch.tensor([[-3.0], [-0.5], [5.0], [30.0]])
@@ -168,7 +168,7 @@ def test_a_line_by_hand() -> None:
     assert both.recall == 1.0
 
 
-def test_collapsed_samples_are_precise_and_recall_little() -> None:
+def test_collapsed_samples_have_high_precision_and_low_recall() -> None:
     real = normal(400, 5, 2)
     samples = real[:1] + 1e-3 * normal(100, 5, 3)
     both = precision_recall(samples, real)
@@ -176,7 +176,7 @@ def test_collapsed_samples_are_precise_and_recall_little() -> None:
     assert both.recall < 0.05
 
 
-def test_a_far_mean_costs_no_digits() -> None:
+def test_a_distant_mean_loses_no_digits() -> None:
     near = precision_recall(normal(200, 5, 4).double(), normal(200, 5, 5).double())
     assert precision_recall(normal(200, 5, 4).double() + 1e6, normal(200, 5, 5).double() + 1e6) == near
     assert 0.1 < near.precision < 1
@@ -189,7 +189,7 @@ def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None
     assert precision_recall(normal(120, 5, 6), normal(130, 5, 7)) == whole
 
 
-def test_too_few_or_non_finite_samples_are_refused() -> None:
+def test_too_few_or_nonfinite_samples_are_rejected() -> None:
     for metric in (kernel_distance, precision_recall):
         with pytest.raises(DataError, match=r"need(s at least 2| more than k) samples"):
             metric(normal(1, 5, 8), normal(50, 5, 9))

@@ -92,7 +92,7 @@ def test_folding_is_convolution_then_batch_norm() -> None:
     torch.testing.assert_close(conv(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_other_weights_are_warned_of_and_never_called_fid(other_weights: Path) -> None:
+def test_other_weights_give_a_warning_and_are_never_called_fid(other_weights: Path) -> None:
     before = torch.backends.cudnn.conv.fp32_precision
     with pytest.warns(QualityWarning, match="not the published weights"):
         extractor: Extractor = Inception(other_weights, batch=2)
@@ -114,12 +114,12 @@ def test_other_weights_are_warned_of_and_never_called_fid(other_weights: Path) -
         ((2, 3, 0, 8), torch.uint8, r"got \(2, 3, 0, 8\)"),
     ],
 )
-def test_anything_but_eight_bit_images_is_refused(shape: tuple[int, ...], dtype: torch.dtype, message: str) -> None:
+def test_only_eight_bit_images_are_accepted(shape: tuple[int, ...], dtype: torch.dtype, message: str) -> None:
     with pytest.raises(DataError, match=message):
         require_images(torch.zeros(shape, dtype=dtype))
 
 
-def test_hash_is_of_the_values_alone() -> None:
+def test_the_hash_of_features_depends_on_values_only() -> None:
     def weights(value: float) -> Mapping[str, Tensor]:
         return {"b": torch.full((2,), value), "a": torch.zeros(1, 3)}
 
@@ -140,7 +140,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return file.read_bytes()
 
 
-def test_weights_that_are_not_there_are_fetched_once_however_many_ask(published, monkeypatch):
+def test_missing_weights_are_downloaded_once_by_concurrent_callers(published, monkeypatch):
     fetched = []
     monkeypatch.setattr(inception, "download", lambda *args: fetched.append(args) or download(*args))
     with ThreadPoolExecutor(3) as ranks:
@@ -152,7 +152,9 @@ def test_weights_that_are_not_there_are_fetched_once_however_many_ask(published,
     assert not list(weights_path().parent.glob("*.pth*"))
 
 
-def test_fetched_weights_have_the_pinned_hash_or_are_deleted(published: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloaded_weights_have_the_pinned_hash_or_are_deleted(
+    published: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(inception, "SHA256", "0" * 64)
         with pytest.raises(DataError, match=f"expected sha256 {'0' * 64}"):
@@ -165,7 +167,7 @@ def test_fetched_weights_have_the_pinned_hash_or_are_deleted(published: bytes, m
     assert cached_weights() == weights_path()
 
 
-def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:
+def test_damaged_or_foreign_weights_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with pytest.raises(DataError, match=r"not at .*weights.*bsi fid A B --weights PATH"):
         Inception(path)
@@ -181,7 +183,7 @@ def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:
         Inception(path)
 
 
-def test_a_precision_that_the_device_lacks_is_refused() -> None:
+def test_a_precision_that_the_device_lacks_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"tf32.*NVIDIA"):
         Inception(device="cpu", precision="tf32")
 

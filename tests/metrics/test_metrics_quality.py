@@ -53,7 +53,7 @@ def real(n: int = 50, seed: int = 1, keep: bool = False) -> Reference:
     return Reference("toy", "test", "v1", collect(images(n, seed).split(7), Colors(), keep))
 
 
-def test_the_record_says_everything_one_needs_to_compare() -> None:
+def test_the_record_of_a_distance_holds_all_settings() -> None:
     samples = collect(images(60, 0, darkest=40).split(16), Colors(), keep=True)
     how = Generation("sde2", 16, seed=3)
     quality = sample_quality(samples, real(keep=True), Colors(), kid=True, precision_and_recall=True, generation=how)
@@ -90,7 +90,7 @@ def test_only_the_published_weights_make_an_fid() -> None:
     assert metric_name(extractor) == "fd-inception-2015-12-05"
 
 
-def test_a_singular_covariance_is_warned_of_and_noted() -> None:
+def test_a_singular_covariance_gives_a_recorded_warning() -> None:
     samples = collect([images(6, 0)], Colors())
     with pytest.warns(QualityWarning, match="6 images of samples leave the covariance of 6 features singular"):
         quality = sample_quality(samples, real(), Colors())
@@ -98,12 +98,12 @@ def test_a_singular_covariance_is_warned_of_and_noted() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_fewer_than_two_images_are_refused(n: int) -> None:
+def test_fewer_than_two_images_are_rejected(n: int) -> None:
     with pytest.raises(DataError, match=f"at least 2 images of each set: samples has {n}"):
         sample_quality(collect([images(n, 0), images(0, 0)], Colors()), real(), Colors())
 
 
-def test_nan_features_are_refused() -> None:
+def test_nan_features_are_rejected() -> None:
     bad = Features(Moments.of(torch.full((20, 6), torch.nan)))
     with pytest.raises(NonFinite, match="NaN or infinity"):
         sample_quality(bad, real(), Colors())
@@ -159,7 +159,7 @@ def test_a_damaged_reference_is_computed_again(tmp_path: Path, suffix: str) -> N
     assert batches.reads == 2
 
 
-def test_a_reference_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_a_reference_that_cannot_be_stored_is_still_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(QualityWarning, match="not stored"):
         assert reference("toy", "v1", "test", Once(), Colors(), folder=tmp_path / "file").features.n == 40
@@ -199,7 +199,7 @@ def test_arrays_of_every_layout_become_three_channels_first() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 3), (2, 4, 8, 8), (2, 8), (2, 3, 8, 8, 1)])
-def test_shapes_that_are_no_images_or_ambiguous_are_refused(shape: tuple[int, ...]) -> None:
+def test_ambiguous_shapes_are_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match="with 1 or 3 channels, got"):
         next(array_batches([np.zeros(shape, np.uint8)], 2, "x"))
     with pytest.raises(DataError, match=r"x must be 8-bit.*float32.*never truncate"):

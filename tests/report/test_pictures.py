@@ -28,7 +28,7 @@ def test_a_grid_shows_every_image_in_order():
     assert np.asarray(grid(images, columns=5, towards=0)).shape[0] == 36
 
 
-def test_small_images_and_few_are_drawn_enlarged():
+def test_small_images_are_enlarged():
     assert grid(np.zeros((400, 1, 8, 8), np.uint8)).size == (20 * 34 + 2, 20 * 34 + 2)
     assert grid(np.zeros((16, 1, 8, 8), np.uint8)).size == (4 * 98 + 2, 4 * 98 + 2)
     assert grid(np.zeros((64, 3, 32, 32), np.uint8)).size == (8 * 34 + 2, 8 * 34 + 2)
@@ -36,7 +36,7 @@ def test_small_images_and_few_are_drawn_enlarged():
 
 
 @pytest.mark.parametrize(("shape", "num"), [((1, 8, 8), 16), ((3, 32, 32), 9), ((3, 300, 200), 2)])
-def test_the_memory_of_an_animation_is_known_before(shape, num):
+def test_the_memory_of_an_animation_is_estimated(shape, num):
     moment = Moment(*np.zeros((3, num, *shape), np.float32), 1.0)
     (frame,) = belief_frames([moment])
     held = 2 * 4 * frame.width * frame.height + sum(
@@ -45,7 +45,7 @@ def test_the_memory_of_an_animation_is_known_before(shape, num):
     assert animation_bytes(shape, num, 1) == pytest.approx(held, rel=0.02)
 
 
-def test_what_has_no_picture_is_refused():
+def test_values_without_a_picture_are_rejected():
     for shape in ((4, 2, 8, 8), (4, 8), (0, 3, 8, 8)):
         with pytest.raises(UsageError, match="1 or 3"):
             grid(np.zeros(shape, np.uint8))
@@ -73,5 +73,5 @@ def test_an_animation_has_a_frame_for_every_step(tmp_path, suffix):
         belief_frames([])
 
 
-def test_few_classes_have_a_column_each():
+def test_each_of_a_few_classes_has_a_column():
     assert [class_columns(classes) for classes in (None, 0, 1, 10, 20, 21, 1000)] == [None, None, 1, 10, 20, None, None]

@@ -156,7 +156,7 @@ def test_a_run_without_its_model_still_has_a_report(copy):
     assert "image/webp" not in files_only(copy)
 
 
-def test_a_run_of_ones_own_network_is_evaluated_when_it_is_passed(tmp_path):
+def test_a_run_with_a_custom_network_is_evaluated_when_it_is_passed(tmp_path):
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,7 +190,7 @@ def test_distances_are_drawn_by_solver_and_guidance_with_their_errors(copy):
         assert words in text
 
 
-def test_the_bound_of_bsi_eval_comes_first(copy):
+def test_the_report_prefers_the_bound_of_bsi_eval(copy):
     assert main(["eval", str(copy), "--bpd", "--limit", "8", "--device", "cpu"]) == 0
     (stored,) = (copy / "evaluations").glob("*.json")
     bits = json.loads(stored.read_text())["bits_per_dim"]
@@ -199,7 +199,7 @@ def test_the_bound_of_bsi_eval_comes_first(copy):
     assert "By <code>bsi eval</code>: 8 test samples, at step 6." in text
 
 
-def test_an_old_bound_is_replaced_by_the_models_own_and_a_limit_is_shown_as_one(copy):
+def test_outdated_bounds_are_replaced_and_limits_are_marked(copy):
     record = {"bits_per_dim": 9.8765, "data_error": 0.25, "data_resolved": False, "split": "test", "step": 3}
     (copy / "evaluations" / "a.json").write_text(json.dumps(record))
     assert "<b>9.8765</b>" not in write_report(copy, device="cpu").read_text("utf-8")  # the run is at step 6
@@ -239,7 +239,7 @@ def test_the_terms_of_continuous_data_add_up_with_the_change_of_units(continuous
     assert rows["bits per dimension"] == pytest.approx(sum(terms), abs=3e-4)
 
 
-def test_training_and_test_are_compared_by_the_same_term(copy):
+def test_training_and_test_are_compared_on_the_same_term(copy):
     """The bound of continuous data has a decoder's density in it, and a change of units; the loss has neither."""
     records = [json.loads(line) for line in (copy / "journal.jsonl").read_text().splitlines()]
     changed = {"bits_per_dim": -3.0, "measurement": 4.125}
@@ -248,7 +248,7 @@ def test_training_and_test_are_compared_by_the_same_term(copy):
     assert "test, by the EMA: 4.125" in files_only(copy)
 
 
-def test_what_is_no_run_folder_is_rejected(tmp_path, run):
+def test_a_folder_that_is_no_run_is_rejected(tmp_path, run):
     with pytest.raises(UsageError, match="it has no run"):
         write_report(tmp_path)
     with pytest.raises(UsageError, match="there is no folder"):
@@ -295,7 +295,7 @@ def test_damaged_files_are_left_out_of_a_report(copy, damage):
 
 
 @pytest.mark.parametrize("damage", ["list", "files", "entries", "deep", "folder"])
-def test_a_report_says_which_model_could_not_be_loaded(copy, damage):
+def test_a_report_names_the_model_that_could_not_be_loaded(copy, damage):
     manifest = copy / "checkpoints" / "step-00000006" / "manifest.json"
     manifest.unlink()
     manifest.mkdir() if damage == "folder" else manifest.write_bytes(DAMAGE[damage])
@@ -316,7 +316,7 @@ def test_damage_of_run_json_is_an_error_or_left_out(copy):
             write_report(copy, ask_model=False)
 
 
-def test_text_of_files_is_shown_and_never_run(run, tmp_path):
+def test_text_of_files_is_escaped(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "<img src=x>", ignore=shutil.ignore_patterns("checkpoints"))
     evil = "<script>alert(1)</script>"
     about = json.loads((copy / "run.json").read_text())
@@ -396,7 +396,7 @@ def polyline(points, x=Axis("x"), y=Axis("y")):  # noqa: B008
     return np.array([[float(v) for v in pair.split(",")] for pair in line.split()])
 
 
-def test_a_chart_places_values_where_they_belong():
+def test_a_chart_places_values_correctly():
     (x0, y0), (x1, y1), (x2, y2) = polyline([Point(0.0, 0.0), Point(1.0, 5.0), Point(2.0, 10.0)])
     assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
     assert y0 > y2  # upwards
@@ -404,7 +404,7 @@ def test_a_chart_places_values_where_they_belong():
     assert x[1] == pytest.approx((x[0] + x[2]) / 2, abs=0.1)
 
 
-def test_a_chart_leaves_out_what_it_cannot_show():
+def test_a_chart_omits_nonfinite_values():
     points = [Point(0.0, math.nan), Point(1.0, 2.0), Point(2.0, math.inf), Point(3.0, 4.0)]
     assert len(polyline(points)) == 2
     assert chart("c", Axis("x"), Axis("y", log=True), [Series("s", [Point(1.0, -1.0)])]) == ""

@@ -39,7 +39,7 @@ def found(root: Path, warn: Callable[[str], object] = pytest.fail) -> checkpoint
     return there
 
 
-def test_what_was_saved_is_found_and_read(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_found_and_read(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, snapshot(7), Keep())
     there = found(tmp_path)
     assert (there.step, there.state["note"]) == (7, "ü")
@@ -50,20 +50,20 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "nothing", pytest.fail) is None
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path: Path) -> None:
+def test_a_run_without_its_checkpoints_does_not_restart_silently(tmp_path: Path) -> None:
     shutil.rmtree(checkpoint.save(tmp_path, snapshot(3), Keep()))
     with pytest.raises(CorruptCheckpoint, match="names a checkpoint, but there is none"):
         checkpoint.find(tmp_path, print)
 
 
-def test_the_last_few_stay_and_milestones_for_good(tmp_path: Path) -> None:
+def test_the_latest_checkpoints_and_milestones_are_kept(tmp_path: Path) -> None:
     for step in range(1, 11):
         checkpoint.save(tmp_path, snapshot(step), Keep(last=2, every=4))
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [4, 8, 9, 10]
     assert not list(tmp_path.glob(".*"))
 
 
-def test_pruning_after_a_fallback_leaves_the_newer_damaged_ones_to_be_replaced(tmp_path: Path) -> None:
+def test_pruning_after_a_fallback_keeps_newer_damaged_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, snapshot(step), Keep(last=3))
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"")
@@ -74,7 +74,7 @@ def test_pruning_after_a_fallback_leaves_the_newer_damaged_ones_to_be_replaced(t
     assert found(tmp_path).step == 3
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_fallen_back_to_and_the_way_on_is_told(tmp_path: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_reports_what_to_do(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path, snapshot(step), Keep())
         (tmp_path / f"step-0000000{step}" / "model.safetensors").write_bytes(b"")
@@ -97,7 +97,7 @@ def test_a_saver_knows_whether_anything_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "step-00000099\n", "../../etc\n", "\x00"])
-def test_a_latest_that_names_nothing_is_reported_and_the_newest_whole_one_taken(tmp_path: Path, content: str) -> None:
+def test_an_invalid_latest_gives_a_warning_and_the_newest_valid_checkpoint(tmp_path: Path, content: str) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path, snapshot(step), Keep())
     (tmp_path / "latest").write_text(content)
@@ -106,7 +106,7 @@ def test_a_latest_that_names_nothing_is_reported_and_the_newest_whole_one_taken(
     assert "does not name one" in warnings[0]
 
 
-def test_a_file_that_the_manifest_names_outside_its_folder_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_names_files_outside_its_folder_is_rejected(tmp_path: Path) -> None:
     folder = checkpoint.save(tmp_path, snapshot(1), Keep())
     sha256 = checkpoint.digest_file(tmp_path / "latest")
     rewrite_manifest(folder, **{"../latest": {"bytes": 14, "sha256": sha256}})
@@ -114,7 +114,7 @@ def test_a_file_that_the_manifest_names_outside_its_folder_is_refused(tmp_path: 
         checkpoint.verify(folder)
 
 
-def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_checkpoint_format_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FORMAT", 0)
     folder = checkpoint.save(tmp_path, snapshot(1), Keep())
     monkeypatch.undo()
@@ -122,7 +122,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         checkpoint.verify(folder)
 
 
-def test_a_saver_reports_a_failed_save_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_reported_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Saver(tmp_path, Keep(), lambda: None)
     monkeypatch.setattr(checkpoint, "SPARE_BYTES", 1 << 60)
     saver.save(snapshot(1))
@@ -151,7 +151,7 @@ for write in (lambda: save(2), lambda: ema.store_averages(root, 2, weights)):
 """
 
 
-def test_a_disk_that_fills_while_tensors_are_written_is_told_as_one(tmp_path: Path) -> None:
+def test_a_disk_that_fills_while_tensors_are_written_is_reported_as_full(tmp_path: Path) -> None:
     """By the system itself, through the library that writes them: it has errors of its own."""
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["BsiError 1 True", "BsiError 1 False"]
@@ -160,7 +160,7 @@ def test_a_disk_that_fills_while_tensors_are_written_is_told_as_one(tmp_path: Pa
     assert list((tmp_path / "averages").iterdir()) == []
 
 
-def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_save_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The saver writes while training goes on; until it has moved `latest`, the old checkpoint is the one."""
     checkpoint.save(tmp_path, snapshot(1), Keep())
     go, write = threading.Event(), checkpoint.write_files
@@ -174,7 +174,7 @@ def test_a_save_in_the_background_keeps_the_state_of_its_step(tmp_path: Path, mo
     saver.close()
 
 
-def test_a_reader_next_to_a_run_that_keeps_one_checkpoint_finds_no_damage(tmp_path: Path) -> None:
+def test_reading_a_checkpoint_that_is_being_replaced_works(tmp_path: Path) -> None:
     """Row 54: the checkpoint that it reads is deleted by the run, which has a newer one."""
     checkpoint.save(tmp_path, snapshot(0), Keep(last=1))
     done = threading.Event()
@@ -195,7 +195,7 @@ def test_a_reader_next_to_a_run_that_keeps_one_checkpoint_finds_no_damage(tmp_pa
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "latest"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "number"])
-def test_damage_of_any_kind_is_a_damaged_checkpoint(tmp_path: Path, name: str, kind: str) -> None:
+def test_every_kind_of_damage_is_reported_as_a_damaged_checkpoint(tmp_path: Path, name: str, kind: str) -> None:
     """Row 54: also where the hashes were made to fit."""
     folder = checkpoint.save(tmp_path, snapshot(1), Keep())
     path = tmp_path / name if name == "latest" else folder / name

@@ -8,7 +8,7 @@ from bsi.errors import UsageError
 from bsi.runtime.distributed import Place, find_place, first_host, verdict
 
 
-def test_places_come_from_torchrun_from_slurm_or_from_nowhere() -> None:
+def test_ranks_are_read_from_torchrun_or_slurm_variables() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"}
     assert find_place(torchrun) == Place(3, 8, 1, "a", 77)
     assert find_place({**torchrun, "LOCAL_WORLD_SIZE": "4"}) == Place(3, 8, 1, "a", 77, local_size=4)
@@ -39,7 +39,7 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_the_watchdog_names_who_is_furthest_behind() -> None:
+def test_the_watchdog_names_the_slowest_rank() -> None:
     text = verdict(0, {0: (7, "compute"), 1: (7, "data"), 2: (7, "compute")}, 4, 60.0)
     assert "rank 1 hangs in step 7 (data)" in text
     assert "rank 3 never reported" in text

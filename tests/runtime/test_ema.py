@@ -51,7 +51,7 @@ def test_inner_products_are_those_of_the_profiles() -> None:
 
 
 @pytest.mark.parametrize("wanted", [0.05, 0.07, 0.1, 0.13])
-def test_a_width_between_is_nearly_the_combination_of_two_at_many_steps(wanted: float) -> None:
+def test_an_intermediate_width_is_nearly_a_combination_of_averages(wanted: float) -> None:
     stored = [Profile(step, width) for width in (0.05, 0.1) for step in range(100, 2001, 100)]
     share = coefficients(stored, Profile(2000, wanted))
     found = np.zeros(2000)
@@ -73,7 +73,7 @@ def test_the_average_of_a_straight_line_is_known() -> None:
     assert float(averages.state()["0.1/weight"]) == pytest.approx((gamma + 1) / (gamma + 2) * 2000, rel=1e-3)
 
 
-def test_a_step_that_does_not_count_does_not_count() -> None:
+def test_skipped_steps_do_not_change_the_average() -> None:
     line = nn.Linear(1, 1, bias=False)
     averages = PowerAverages(line, [0.1])
     before = averages.state()["0.1/weight"].clone()
@@ -98,7 +98,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bsi.train(recipe, data=IMAGES, out=tmp_path_factory.mktemp("power") / "run").path
 
 
-def test_a_run_keeps_its_averages_and_one_of_them_comes_back_as_it_was(run: Path) -> None:
+def test_stored_averages_are_reconstructed_exactly(run: Path) -> None:
     stored = sorted(path.stem for path in (run / "averages").glob("*.safetensors"))
     assert stored == [f"step-{step:08d}" for step in range(5, 31, 5)]
     step, weights = reconstruct(run, 0.1)
@@ -110,7 +110,7 @@ def test_a_run_keeps_its_averages_and_one_of_them_comes_back_as_it_was(run: Path
         assert torch.allclose(tensor, exact[f"0.1/{name}"], atol=1e-4)
 
 
-def test_averages_due_at_a_step_are_stored_though_it_was_stopped_there_or_not_looked_at(
+def test_averages_are_stored_when_a_run_stops_at_their_step(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = read_trained(run).recipe
@@ -134,7 +134,7 @@ def test_an_average_of_another_width_is_exported_and_loads(run: Path, tmp_path: 
         reconstruct(run, 0.4)
 
 
-def test_a_run_without_averages_says_how_to_keep_some(tmp_path: Path) -> None:
+def test_a_run_without_averages_raises_with_the_option(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--ema\.powers"):
         reconstruct(tmp_path, 0.1)
     with pytest.raises(UsageError, match=r"0\.05 0\.1"):
@@ -153,7 +153,7 @@ def test_each_tensor_moves_by_its_weight(large: int, weight: float, monkeypatch:
         assert torch.equal(tensor, start) if weight == 0 else torch.allclose(tensor, start + weight * (end - start))
 
 
-def test_an_average_over_many_steps_stays_where_it_is() -> None:
+def test_a_long_average_of_constant_weights_is_constant() -> None:
     """Of weights that do not move: factors that do not sum to 1 would carry it away."""
     weights, average = [torch.full((5,), 1.7)], [torch.full((5,), 1.7)]
     for _ in range(10_000):

@@ -54,7 +54,7 @@ def same(a: bsi.Model, b: bsi.Model) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_model_with_a_network_of_ones_own_is_saved_without_a_run(method, tmp_path: Path) -> None:
+def test_a_model_with_a_custom_network_is_saved_without_a_run(method, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = bsi.Model(
         MyNet(), method, (4,), data=bsi.Standardize((1.0, 2.0, 3.0, 4.0), (1.0, 1.0, 2.0, 2.0)),
@@ -104,7 +104,7 @@ def test_a_loaded_model_keeps_its_recipe(tmp_path: Path) -> None:
     assert (changed.recipe.method, changed.step) == (model.method, 0)
 
 
-def test_a_method_that_no_file_could_name_is_not_saved(tmp_path: Path) -> None:
+def test_an_unregistered_method_is_not_saved(tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class Mine(bsi.BSI):
         pass
@@ -113,7 +113,7 @@ def test_a_method_that_no_file_could_name_is_not_saved(tmp_path: Path) -> None:
         bsi.Model(MyNet(), Mine(), (4,)).save_pretrained(tmp_path / "mine")
 
 
-def test_a_file_of_a_newer_version_says_how_to_read_it(tmp_path: Path) -> None:
+def test_a_file_of_a_newer_version_is_rejected_with_the_remedy(tmp_path: Path) -> None:
     for values in ({"format": 2}, {"recipe__lr_of_the_future": 1}):
         file = changed(tmp_path / "new.safetensors", bsi="9.1", **values)
         with pytest.raises(UsageError, match=r"bsi 9\.1.*pip install --upgrade bsi"):
@@ -124,7 +124,7 @@ def test_a_file_of_a_newer_version_says_how_to_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/b", "..", "", "x" * 300, "a\nb"])
-def test_a_name_in_a_file_leads_no_export_outside(
+def test_a_name_in_a_file_cannot_move_an_export_outside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Row 50."""
@@ -153,7 +153,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize("values", HUGE, ids=str)
-def test_a_small_file_cannot_ask_for_a_large_network(values: dict, tmp_path: Path) -> None:
+def test_a_small_file_cannot_allocate_a_large_network(values: dict, tmp_path: Path) -> None:
     """Row 53: its shapes are compared with those of the weights before memory is taken."""
     path = changed(tmp_path / "model.safetensors", **values)
     started = time.monotonic()
@@ -162,7 +162,7 @@ def test_a_small_file_cannot_ask_for_a_large_network(values: dict, tmp_path: Pat
     assert time.monotonic() - started < 20
 
 
-def test_the_bundled_network_itself_is_loaded(tmp_path: Path) -> None:
+def test_the_bundled_network_is_loaded_by_name(tmp_path: Path) -> None:
     assert same(bsi.load("digits"), bsi.load(changed(tmp_path / "model.safetensors")))
 
 
@@ -175,7 +175,7 @@ def test_a_wrong_name_suggests_the_right_one(name: str) -> None:
         bsi.Model.from_pretrained(name)
 
 
-def test_a_repository_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_is_distinguished_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     assert [is_repository(name) for name in ("user/model", "runs/model", "model", "a/b/c", "/user/model")] == [
@@ -195,7 +195,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message(tmp_path: Path, monkeypatch
         bsi.Model(MyNet(), bsi.BSI(), (4,)).push_to_hub("someone/model")
 
 
-def test_without_its_package_the_hub_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match=r"bsi\[hub\]"):
         bsi.Model.from_pretrained("someone/model")

@@ -55,7 +55,7 @@ def train(out: Path, network: Hungry, **changes: object) -> str:
     return ""
 
 
-def test_the_answer_to_too_little_memory_is_an_option_that_works(tmp_path):
+def test_out_of_memory_suggests_an_option_that_works(tmp_path):
     """Out of memory in the third step: the suggested option resumes the run, and the run ends."""
     out = tmp_path / "run"
     message = train(out, Hungry(20, after=2))
@@ -69,7 +69,7 @@ def test_the_answer_to_too_little_memory_is_an_option_that_works(tmp_path):
     assert '"finished"' in (out / "status.json").read_text()
 
 
-def test_too_little_memory_for_the_evaluation_or_for_one_shard_names_other_options(tmp_path):
+def test_out_of_memory_in_an_evaluation_or_one_shard_suggests_other_options(tmp_path):
     message = train(tmp_path / "a", Hungry(2, when_training=False))
     assert re.search(r"after step 4, with 32 test samples at a time .*evaluation.batch=16", message)
     message = train(tmp_path / "b", Hungry(0), accumulation=16)
@@ -80,7 +80,9 @@ def test_too_little_memory_for_the_evaluation_or_for_one_shard_names_other_optio
     ("options", "advice"),
     [([], r"fit: add --accumulation \d"), (["--virtual-shards", "1"], r"use --batch \d+ .*, or --backbone.checkpoint")],
 )
-def test_a_network_of_ours_is_answered_by_the_account_with_exit_code_2(options, advice, tmp_path, monkeypatch, capsys):
+def test_out_of_memory_of_a_package_network_has_exit_code_2_and_an_estimate(
+    options, advice, tmp_path, monkeypatch, capsys
+):
     def full(self, x, t, cond=None):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -93,7 +95,7 @@ def has(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     monkeypatch.setattr("bsi.devices.host_memory", lambda sharing=1: round(gib * GIB) // sharing)
 
 
-def test_a_step_that_the_kernel_would_kill_is_refused_before_it_begins(monkeypatch):
+def test_a_step_beyond_the_host_memory_is_rejected_before_it_starts(monkeypatch):
     """CIFAR-10 with DiT-S/2 in batches of 512 on a host of 24 GB; the suggested option fits."""
     has(monkeypatch, 22)
     cifar, host = bsi.recipes.cifar10_dit_s(), World(Place(), torch.device("cpu"))
@@ -109,7 +111,7 @@ def test_a_step_that_the_kernel_would_kill_is_refused_before_it_begins(monkeypat
         check_host(shared, CIFAR, World(Place(local_size=4), host.device))
 
 
-def test_too_little_memory_on_a_cpu_is_exit_code_2_before_the_first_step(tmp_path, monkeypatch, capsys):
+def test_too_little_host_memory_has_exit_code_2_before_the_first_step(tmp_path, monkeypatch, capsys):
     has(monkeypatch, 0.01)
     words = ["train", "digits", "--out", str(tmp_path / "run"), "--steps", "1", "--device", "cpu"]
     assert main(words) == 2

@@ -11,13 +11,13 @@ from bsi.runtime.run_folder import JsonLines, RunFolder, read_journal
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": 1, "network": ""}', "{"])
-def test_a_record_that_is_none_is_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_an_invalid_run_record_is_rejected(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(UsageError, match=r"run\.json is not .*Restore it"):
         RunFolder(tmp_path).read_record()
 
 
-def test_lines_after_the_checkpoint_are_dropped_and_half_a_line_is_no_line(tmp_path: Path) -> None:
+def test_the_journal_is_truncated_to_the_checkpoint(tmp_path: Path) -> None:
     journal = JsonLines(RunFolder(tmp_path), 0)
     for step in (5, 10, 15):
         journal({"event": "train", "step": step, "loss": float("nan") if step == 5 else 1.0})
@@ -29,7 +29,7 @@ def test_lines_after_the_checkpoint_are_dropped_and_half_a_line_is_no_line(tmp_p
     assert read_journal(tmp_path)[0]["loss"] is None
 
 
-def test_an_evaluation_that_is_still_to_be_made_is_not_in_the_journal_twice(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_is_in_the_journal_once(tmp_path: Path) -> None:
     journal = JsonLines(RunFolder(tmp_path), 0)
     for event, step in (("train", 5), ("evaluate", 5), ("train", 10), ("evaluate", 10), ("sample", 10)):
         journal({"event": event, "step": step})

@@ -28,7 +28,7 @@ def model():
     return bsi.load("digits")
 
 
-def test_the_decoder_has_the_precision_of_the_job(model, tmp_path):
+def test_studies_decode_with_the_precision_of_the_job(model, tmp_path):
     x = model.values(torch.as_tensor(open_dataset("digits").split("test")[:]))
     eps = standard_normal(1, torch.arange(len(x)), 0, model.shape)
     for alpha_R in (0.01 * model.method.alpha_M, 2 * model.method.alpha_M):
@@ -54,7 +54,7 @@ def pictures(indices: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(to_uint8(open_dataset("digits").bins.values(indices))).expand(-1, 3, -1, -1)
 
 
-def test_the_features_of_digits_are_the_published_ones_and_tell_digits_from_each_other_and_from_noise():
+def test_the_features_of_digits_separate_classes_and_noise():
     loaded, extractor = open_dataset("digits"), DigitsFeatures()
     assert isinstance(extractor, Extractor)
     assert (extractor.hash, metric_name(extractor)) == (PUBLISHED, "fd-digits")

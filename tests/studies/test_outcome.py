@@ -140,7 +140,7 @@ def test_equality_needs_evidence_too(value, error, verdict):
     assert outcome.equal("a = b = c", gaps, 0.01).verdict == verdict
 
 
-def test_all_of_many_hold_or_not():
+def test_a_claim_of_several_parts_holds_if_all_hold():
     held, unsure, broken = (Estimate(value, 0.1) for value in (-1.0, -0.1, 1.0))
     assert outcome.all_less("x", [held, held]).verdict == "held"
     assert outcome.all_less("x", [held, unsure]).verdict == "undecided"

@@ -59,7 +59,7 @@ def test_a_study_writes_its_figure_and_finite_numbers(folder, name):
     assert all(math.isfinite(value) for value in numbers)
 
 
-def test_each_network_is_one_file_and_is_shared_between_studies(folder):
+def test_networks_are_shared_between_studies(folder):
     store, trained = Results(folder, TINY), {}
     for name, study in STUDIES.items():
         planned = plan([study], store)
@@ -84,7 +84,7 @@ def test_a_finished_study_needs_no_network_and_draws_the_same_figure(folder, tmp
     assert before.read_bytes() == after.read_bytes()
 
 
-def test_only_what_is_missing_is_done_and_more_seeds_keep_the_first(folder, tmp_path):
+def test_more_seeds_reuse_existing_results(folder, tmp_path):
     store, missing = copy_of(folder, tmp_path), bound(TINY, tiny("bsi"), 2)
     store.file(missing).unlink()
     left = [p.job for p in plan([STUDIES["finite-k"]], store) if not p.done]
@@ -131,7 +131,7 @@ class Passing(Results):
         return self.deadline
 
 
-def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
+def test_interrupted_training_resumes_to_the_same_network(tmp_path):
     recipe = replace(tiny("bsi"), steps=6, every=Every(journal=1, checkpoint=100))
     whole, parts = Results(tmp_path / "whole", TINY), Results(tmp_path / "parts", TINY)
     train(recipe, whole, CPU)
@@ -143,7 +143,7 @@ def test_training_that_runs_out_of_time_resumes_to_the_same_network(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_path, monkeypatch):
+def test_interrupted_sampling_resumes_to_the_same_samples(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(bsi.evaluation.samples, "PART", 16)
     store, job = Results(folder, TINY), quality(TINY, tiny("bsi"), paper_sampler(4))
     model = load_network(store.file(Training(job.network)), job.network, CPU)
@@ -155,7 +155,7 @@ def test_drawing_that_runs_out_of_time_resumes_to_the_same_samples(folder, tmp_p
     assert found.values["distance_test"] == pytest.approx(store.read(job).values["distance_test"], rel=1e-4)
 
 
-def test_a_job_starts_only_if_its_time_is_left_but_training_saves(tmp_path):
+def test_a_job_starts_only_if_enough_time_is_left(tmp_path):
     slow = replace(TINY, throughput=TINY.throughput._replace(startup_s=1e4))
     training = Training(tiny("bsi"))
     with pytest.raises(Preempted, match="next is bound") as caught:
@@ -199,7 +199,7 @@ def test_a_missing_matplotlib_is_named(folder, monkeypatch):
         run([STUDIES["illustration"]], Results(folder, TINY), device="cpu")
 
 
-def test_published_pages_are_made_from_the_results_and_leave_out_smoke(folder, tmp_path):
+def test_published_pages_omit_the_scale_smoke(folder, tmp_path):
     outcome = json.loads((folder / "finite-k-smoke" / "numbers.json").read_text())
     mini = tmp_path / "finite-k-mini"
     shutil.copytree(folder / "finite-k-smoke", mini)
@@ -213,7 +213,7 @@ def test_published_pages_are_made_from_the_results_and_leave_out_smoke(folder, t
     assert "medium: comparison, architecture;" in text
 
 
-def test_the_published_results_are_small_name_no_machine_and_make_the_page():
+def test_the_published_results_reproduce_the_page():
     assert (DOCS / "results.md").read_text("utf-8") == page(DOCS / "results")
     for path in (DOCS / "results").iterdir():
         most = 500_000 if path.name.startswith("samples-") else 150_000  # photographs hardly compress

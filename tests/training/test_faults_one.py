@@ -118,9 +118,7 @@ def same_weights(a: Path, b: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_stopped_at_any_step_the_same_command_gives_the_same_state_metrics_and_samples(
-    base: Path, chains: Chains
-) -> None:
+def test_a_run_stopped_at_any_step_resumes_to_the_same_state_metrics_and_samples(base: Path, chains: Chains) -> None:
     """Rows 1 and 8."""
     assert codes(chains["stopped"]) == [75] * len(STOPS) + [0]
     assert fingerprint(base / "stopped") == fingerprint(base / "whole")
@@ -130,7 +128,7 @@ def test_stopped_at_any_step_the_same_command_gives_the_same_state_metrics_and_s
     assert (base / "stopped.log").read_text() == (base / "whole.log").read_text()
 
 
-def test_killed_in_any_phase_of_a_save_the_previous_checkpoint_loads(base: Path, chains: Chains) -> None:
+def test_the_previous_checkpoint_loads_after_a_kill_in_any_phase_of_a_save(base: Path, chains: Chains) -> None:
     """Row 3."""
     assert codes(chains["killed"]) == [-9] * len(PHASES) + [0]
     for phase, step in zip(PHASES, (8, 8, 8, 8, 16), strict=True):
@@ -143,7 +141,7 @@ def test_killed_in_any_phase_of_a_save_the_previous_checkpoint_loads(base: Path,
     assert metrics(base / "killed") == metrics(base / "whole")
 
 
-def test_a_second_ctrl_c_during_the_save_leaves_at_once_and_costs_only_the_new_checkpoint(
+def test_a_second_ctrl_c_during_a_save_exits_at_once_and_keeps_the_previous_checkpoint(
     base: Path, chains: Chains
 ) -> None:
     """Row 7."""
@@ -154,7 +152,7 @@ def test_a_second_ctrl_c_during_the_save_leaves_at_once_and_costs_only_the_new_c
     assert fingerprint(base / "impatient") == fingerprint(base / "whole")
 
 
-def test_latest_moves_only_when_a_save_in_the_background_is_durable(base: Path, chains: Chains) -> None:
+def test_latest_is_updated_only_after_a_background_save_is_durable(base: Path, chains: Chains) -> None:
     """Row 18: killed two steps after the save of step 16 began."""
     assert codes(chains["behind"]) == [-9, 0]
     assert latest(base / "behind-killed") == "step-00000008"
@@ -162,9 +160,7 @@ def test_latest_moves_only_when_a_save_in_the_background_is_durable(base: Path, 
     assert fingerprint(base / "behind") == fingerprint(base / "whole")
 
 
-def test_a_full_disk_is_noticed_before_or_within_a_save_and_the_old_checkpoint_stays(
-    base: Path, chains: Chains
-) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(base: Path, chains: Chains) -> None:
     """Row 17."""
     assert codes(chains["full"]) == [1, 1, 0]
     for ended in chains["full"][:2]:
@@ -178,7 +174,7 @@ def test_a_full_disk_is_noticed_before_or_within_a_save_and_the_old_checkpoint_s
     assert fingerprint(base / "full") == fingerprint(base / "whole")
 
 
-def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, chains: Chains) -> None:
+def test_a_failed_evaluation_loses_no_step_and_is_repeated(base: Path, chains: Chains) -> None:
     """Row 36: the first fails after step 12, between the checkpoints of steps 8 and 16, and twice more on going on."""
     assert codes(chains["unseen"]) == [1, 1, 2, 0]
     assert latest(base / "unseen-failed") == "step-00000012"
@@ -194,13 +190,13 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(base: Path, c
     assert metrics(base / "unseen") == metrics(base / "whole")
 
 
-def test_without_the_evaluation_that_failed_a_run_goes_on(base: Path, chains: Chains) -> None:
+def test_a_run_resumes_without_the_failed_evaluation(base: Path, chains: Chains) -> None:
     """Row 36: the options that the message names."""
     assert codes(chains["unwanted"]) == [1, 0]
     assert fingerprint(base / "unwanted") == fingerprint(base / "whole")
 
 
-def test_an_evaluation_that_went_well_stays_though_the_samples_after_it_failed(base: Path, chains: Chains) -> None:
+def test_a_finished_evaluation_is_kept_when_sampling_fails(base: Path, chains: Chains) -> None:
     """Row 36: what is not asked for again is not made again, and so not forgotten."""
     assert codes(chains["undrawn"]) == [1, 0]
     assert "the evaluation or the samples failed at step 12" in chains["undrawn"][0].stderr
@@ -208,7 +204,7 @@ def test_an_evaluation_that_went_well_stays_though_the_samples_after_it_failed(b
     assert looks == [line for line in metrics(base / "whole") if line["event"] == "evaluate" and line["step"] == 12]
 
 
-def test_an_evaluation_is_not_waited_for_by_who_asks_to_stop(base: Path, chains: Chains) -> None:
+def test_a_stop_signal_interrupts_an_evaluation(base: Path, chains: Chains) -> None:
     """Row 38: within that of step 12, and again when it is made up for."""
     assert codes(chains["interrupted"]) == [75, 75, 0]
     for ended in chains["interrupted"][:2]:
@@ -221,7 +217,7 @@ def test_an_evaluation_is_not_waited_for_by_who_asks_to_stop(base: Path, chains:
     assert metrics(base / "interrupted") == metrics(base / "whole")
 
 
-def test_a_checkpoint_that_is_being_written_when_a_step_fails_is_finished(base: Path, chains: Chains) -> None:
+def test_a_background_save_is_completed_when_a_step_fails(base: Path, chains: Chains) -> None:
     """Row 18: the run folder stays locked until then; and what was trained until the error is saved too."""
     assert codes(chains["broken"]) == [1, 0]
     assert (base / "broken-failed" / "checkpoints" / "step-00000016").is_dir()
@@ -230,7 +226,7 @@ def test_a_checkpoint_that_is_being_written_when_a_step_fails_is_finished(base: 
     assert fingerprint(base / "broken") == fingerprint(base / "whole")
 
 
-def test_a_run_whose_last_step_is_saved_is_finished_though_a_signal_came(base: Path, chains: Chains) -> None:
+def test_a_signal_after_the_last_step_does_not_prevent_the_end_of_a_run(base: Path, chains: Chains) -> None:
     """Asked to stop in its last step, or killed after it was saved."""
     assert codes(chains["ended"]) == [0, -9, 0]
     assert status(base / "ended")["state"] == "finished"
@@ -238,7 +234,7 @@ def test_a_run_whose_last_step_is_saved_is_finished_though_a_signal_came(base: P
     assert (status(base / "ended-killed")["state"], status(base / "ended-killed")["step"]) == ("finished", 24)
 
 
-def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains: Chains) -> None:
+def test_changed_settings_are_listed_and_rejected_unless_safe(base: Path, chains: Chains) -> None:
     """Row 20."""
     assert codes(chains["changed"]) == [75, 2, 2, 2, 2, 2, 0, 0]
     _, rate, network, longer, shorter, typo, safe, finished = (ended.stderr for ended in chains["changed"])
@@ -256,7 +252,7 @@ def test_changed_settings_are_listed_and_refused_unless_safe(base: Path, chains:
     assert "is finished: 24 steps" in finished
 
 
-def test_what_is_safe_to_change_does_not_change_the_state(base: Path, chains: Chains) -> None:
+def test_safe_changes_do_not_change_the_state(base: Path, chains: Chains) -> None:
     """Other intervals and a copy every six steps; the pieces of a batch differ, so only dropout's masks do."""
     assert codes(chains["changed"])[6] == 0
     kept = {path.name for path in (base / "changed" / "checkpoints").glob("step-*")}
@@ -269,7 +265,7 @@ def test_a_constant_schedule_may_be_extended(base: Path, chains: Chains) -> None
     assert fingerprint(base / "constant", 8) == fingerprint(base / "constant-whole", 8)
 
 
-def test_a_batch_that_cannot_be_shared_is_refused_before_anything_is_made(base: Path, chains: Chains) -> None:
+def test_a_batch_that_cannot_be_divided_is_rejected_before_files_are_created(base: Path, chains: Chains) -> None:
     """Row 11."""
     assert codes(chains["uneven"]) == [2]
     assert "Use 1, 5 accumulation steps" in chains["uneven"][0].stderr
@@ -302,7 +298,7 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip, truncate, empty, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
-def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_taken(
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(
     base: Path, chains: Chains, tmp_path: Path, name: str, damage
 ) -> None:
     """Rows 15 and 16."""
@@ -318,7 +314,7 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_taken(
     assert name in warnings[0]
 
 
-def test_every_single_bit_of_a_manifest_counts(base: Path, chains: Chains, tmp_path: Path) -> None:
+def test_every_bit_of_a_manifest_is_checked(base: Path, chains: Chains, tmp_path: Path) -> None:
     """Row 15: the manifest is protected by its own hash and by being written in one way only."""
     folder = tmp_path / "step-00000024"
     shutil.copytree(base / "whole" / "checkpoints" / "step-00000024", folder)
@@ -331,7 +327,7 @@ def test_every_single_bit_of_a_manifest_counts(base: Path, chains: Chains, tmp_p
             checkpoint.verify(folder)
 
 
-def test_a_damaged_hash_is_shown_with_the_one_expected(base: Path, chains: Chains, tmp_path: Path) -> None:
+def test_a_wrong_hash_is_shown_with_the_expected_one(base: Path, chains: Chains, tmp_path: Path) -> None:
     folder = tmp_path / "step-00000024"
     shutil.copytree(base / "whole" / "checkpoints" / "step-00000024", folder)
     flip(folder / "ema.safetensors")
@@ -350,7 +346,7 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_damaged_run_a_foreign_lock_and_malicious_files_meet_real_processes(base: Path, chains: Chains) -> None:
+def test_damaged_runs_foreign_locks_and_malicious_files_in_real_processes(base: Path, chains: Chains) -> None:
     """Rows 15, 16, 19, 20 and 23 from the command's side: its exit codes and what it says."""
     runs = {name: base / f"again-{name}" for name in ("damaged", "ruined", "held", "expired", "older", "malicious")}
     for run in runs.values():

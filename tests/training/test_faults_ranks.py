@@ -112,7 +112,7 @@ def test_an_audited_run_is_the_same_bits_for_one_two_and_four_ranks(base: Path, 
     assert metrics(base / "audit-4") == metrics(base / "audit-changing") == metrics(base / "audit-1")
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_moves(base: Path, chains: Chains) -> None:
+def test_a_nonfinite_loss_on_one_rank_stops_all_before_the_update(base: Path, chains: Chains) -> None:
     """Row 13: the state before the bad step is saved, and resuming from it gives the run without the fault."""
     assert codes(chains["nan"]) == [[5, 5], [0, 0]]
     assert "the loss or the gradient of step 13 was not finite" in chains["nan"][0].stderr
@@ -135,13 +135,13 @@ def test_a_rank_that_hangs_is_named_with_its_step(chains: Chains) -> None:
     assert "rank 0 in step 9 (compute)" in ended.stderr
 
 
-def test_ranks_that_run_out_of_memory_let_go_of_ddp_and_leave_with_an_answer(chains: Chains) -> None:
+def test_ranks_that_run_out_of_memory_exit_with_a_message(chains: Chains) -> None:
     """The error holds what the step was computing with, DDP among it, when the process group ends."""
     assert codes(chains["full"]) == [[2, 2]], chains["full"][0].stderr
     assert "out of memory on cpu" in chains["full"][0].stderr
 
 
-def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(base: Path, chains: Chains) -> None:
+def test_a_failed_evaluation_on_another_rank_loses_no_step(base: Path, chains: Chains) -> None:
     """Row 36: the first is told, saves, and is waited for. A GPU would not notice by itself that its peer is gone."""
     assert codes(chains["unseen"]) == [[1, 1], [1, 2], [0, 0]]
     disk, memory, end = (ended.stderr for ended in chains["unseen"])
@@ -158,7 +158,7 @@ def test_an_evaluation_that_fails_on_another_rank_than_the_first_costs_no_step(b
     assert metrics(base / "unseen") == metrics(base / "two")
 
 
-def test_an_evaluation_is_not_waited_for_though_another_rank_is_asked_to_stop(base: Path, chains: Chains) -> None:
+def test_a_stop_signal_to_one_rank_interrupts_the_evaluation_of_all(base: Path, chains: Chains) -> None:
     """Row 38."""
     assert codes(chains["interrupted"]) == [[75, 75], [0, 0]]
     assert chains["interrupted"][0].stderr.count("saved step 12 of 24; the same command or call resumes") == 2
@@ -166,23 +166,21 @@ def test_an_evaluation_is_not_waited_for_though_another_rank_is_asked_to_stop(ba
     assert metrics(base / "interrupted") == metrics(base / "two")
 
 
-def test_who_failed_in_an_evaluation_leaves_once_the_first_has_saved(base: Path, chains: Chains) -> None:
+def test_a_rank_that_failed_in_an_evaluation_exits_after_the_save(base: Path, chains: Chains) -> None:
     """Row 36: launchers kill all ranks when one has left. This one does so at once."""
     assert codes(chains["impatient"])[1] == [0, 0]
     assert "step-00000012" in chains["impatient"][1].stderr
     assert fingerprint(base / "impatient") == fingerprint(base / "two")
 
 
-def test_ranks_that_cannot_share_the_virtual_shards_are_refused_with_numbers_that_can(
-    base: Path, chains: Chains
-) -> None:
+def test_an_unsuitable_number_of_ranks_is_rejected_with_suitable_ones(base: Path, chains: Chains) -> None:
     """Row 11."""
     assert codes(chains["three"]) == [[2, 2, 2]]
     assert "Use 1, 2, 4, 8" in chains["three"][0].stderr
     assert not (base / "three").exists()
 
 
-def test_ranks_of_plain_srun_meet_by_slurms_variables(base: Path, chains: Chains) -> None:
+def test_ranks_of_srun_connect_by_slurms_variables(base: Path, chains: Chains) -> None:
     assert codes(chains["srun"]) == [[0, 0]]
     assert fingerprint(base / "srun") == fingerprint(base / "two")
 
@@ -215,7 +213,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_of_many_ranks_the_first_alone_writes_for_tensorboard(base: Path) -> None:
+def test_only_the_first_rank_writes_for_tensorboard(base: Path) -> None:
     """With a stand-in for its writer, which makes its file as soon as it is made itself."""
     launch = base / "with_tensorboard.py"
     launch.write_text(WITH_TENSORBOARD)
@@ -234,7 +232,7 @@ def still_training(run: Path) -> list[str]:
     return [b" ".join(line).decode() for line in words if str(run).encode() in line]
 
 
-def test_a_killed_rank_is_started_again_by_torchrun_and_the_state_is_the_same(base: Path, chains: Chains) -> None:
+def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_state(base: Path, chains: Chains) -> None:
     """Row 2: one rank, then the other, in the middle of a step."""
     kills = [fault("loss", "kill", 10, rank=1), fault("loss", "kill", 19, rank=0)]
     ended = torchrun(Entry(base / "restarted", faults=kills, ranks=2), base / "restarted-marks", restarts=2)
@@ -245,9 +243,7 @@ def test_a_killed_rank_is_started_again_by_torchrun_and_the_state_is_the_same(ba
 
 
 @pytest.mark.slow
-def test_signals_to_the_launcher_or_to_one_rank_save_one_step_on_all_and_leave_no_orphan(
-    base: Path, chains: Chains
-) -> None:
+def test_signals_to_the_launcher_or_one_rank_save_the_same_step_on_all(base: Path, chains: Chains) -> None:
     """Rows 4, 5 and 6: SIGTERM to torchrun, SIGTERM to a rank, SIGUSR1 to torchrun; then to the end."""
     run = base / "signaled"
     signals = [

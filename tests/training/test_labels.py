@@ -56,7 +56,7 @@ def _recipe(**changes: object) -> Recipe:
     return replace(recipe, **changes)  # type: ignore[arg-type]
 
 
-def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its_own() -> None:
+def test_the_given_share_of_labels_is_dropped() -> None:
     recipe = _recipe()
     stream = Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy(), 3)
     seen, expected = [], []
@@ -78,7 +78,7 @@ def test_the_stated_share_of_samples_is_seen_without_label_and_the_rest_with_its
     assert torch.equal(again.cond, seen[0])  # type: ignore[arg-type]
 
 
-def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_when_not_asked(tmp_path: Path) -> None:
+def test_a_network_with_labels_draws_the_selected_class_or_all(tmp_path: Path) -> None:
     run = bsi.train(_recipe(), data=_points(), labels=LABELS, out=tmp_path / "run").path
     model = bsi.load(run)
     assert model.classes == 3
@@ -95,13 +95,13 @@ def test_a_network_trained_with_labels_draws_what_it_is_asked_for_and_all_of_it_
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_network_with_labels_is_looked_at_on_the_way_on_a_gpu_too(tmp_path: Path) -> None:
+def test_a_network_with_labels_is_evaluated_during_training_on_a_gpu(tmp_path: Path) -> None:
     every = Every(journal=2, evaluate=2, sample=2, checkpoint=4)
     run = bsi.train(_recipe(steps=4, every=every), data=_points(), labels=LABELS, out=tmp_path / "run", device="cuda")
     assert (run.path / "samples").is_dir()
 
 
-def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
+def test_a_resumed_run_compares_labels(tmp_path: Path) -> None:
     out, short = tmp_path / "run", _recipe(steps=2, optimizer=Optimizer(lr=3e-3), every=Every(journal=1, checkpoint=1))
     bsi.train(short, data=_points(), labels=LABELS, out=out)
     with pytest.raises(UsageError, match=r"data\.version"):
@@ -109,7 +109,7 @@ def test_labels_belong_to_what_a_resumed_run_compares(tmp_path: Path) -> None:
     bsi.train(replace(short, steps=4), data=_points(), labels=LABELS, out=out)
 
 
-def test_labels_that_are_not_there_or_not_whole_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+def test_missing_or_invalid_labels_are_rejected_before_building_the_network(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no labels"):
         bsi.train(_recipe(), data=_points(), out=tmp_path / "run")
     for labels in (LABELS[:-1], LABELS - 1, LABELS.double()):
@@ -119,9 +119,7 @@ def test_labels_that_are_not_there_or_not_whole_are_refused_before_anything_is_b
         Data("blobs", labels=True, unlabeled=0.0)
 
 
-def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_labels_of_a_dataset_train_and_sample_by_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     options = ["--data.labels", "--steps", "2", "--batch", "8", "--virtual-shards", "1", "--optimizer.warmup", "1"]
     looked = ["--every.evaluate", "0", "--every.sample", "2", "--samples.count", "20", "--samples.sampler.steps", "2"]
@@ -146,7 +144,7 @@ def test_prepared_labels_are_learned_by_one_option_and_sampled_by_another(
         assert message in capsys.readouterr().err
 
 
-def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
+def test_class_names_reach_run_export_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
@@ -174,7 +172,7 @@ def test_names_of_classes_go_from_a_folder_into_run_export_and_samples(
     assert (bsi.load(plain).classes, bsi.load(plain).class_names) == (0, ())
 
 
-def test_names_that_do_not_fit_their_labels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_names_that_do_not_match_the_labels_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="got 2 names for 3 labels"):
         bsi.Model(build(MLPConfig(8, 1), (2,), None, 3), bsi.BSI(), (2,), class_names=("cat", "dog"))
     with pytest.raises(DataError, match=r"a class has the name 'b\\x1b'"):
@@ -186,7 +184,7 @@ def test_names_that_do_not_fit_their_labels_are_refused(tmp_path: Path, monkeypa
         bsi.train(_recipe(data=Data(str(tmp_path / "x"), labels=True)), out=tmp_path / "run")
 
 
-def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> None:
+def test_a_distance_draws_all_classes_in_turn() -> None:
     torch.manual_seed(0)
     network = build(MLPConfig(width=16, depth=1), (1, 4, 4), 17, num_classes=3)
     for parameter in network.parameters():
@@ -201,7 +199,7 @@ def test_a_distance_asks_for_one_class_after_the_other_whatever_the_batch() -> N
     assert not torch.equal(asked, free)
 
 
-def test_guidance_leads_away_from_what_would_be_drawn_without_a_label() -> None:
+def test_guidance_moves_samples_away_from_unlabeled_ones() -> None:
     class Told(nn.Module):
         def forward(self, x: torch.Tensor, t: torch.Tensor, cond: torch.Tensor | None = None) -> torch.Tensor:
             return torch.zeros_like(x) if cond is None else cond.view(-1, 1).expand_as(x).to(x.dtype)

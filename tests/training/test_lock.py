@@ -60,7 +60,7 @@ def as_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Owner]
     return owner
 
 
-def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lock_saves_nothing(tmp_path: Path) -> None:
     with hold(tmp_path, pytest.fail) as held:
         locked_by(tmp_path, ELSEWHERE)
         with pytest.raises(BsiError, match="taken over by host elsewhere, pid 12"):
@@ -69,16 +69,14 @@ def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path: Path) -> None:
     assert (tmp_path / FILE).exists(), "the thief's lock is not ours to remove"
 
 
-def test_a_lock_is_held_by_one_and_released(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_and_is_released(tmp_path: Path) -> None:
     with hold(tmp_path, pytest.fail):
         assert f"pid {os.getpid()}" in refused(tmp_path)
         assert (tmp_path / FILE).exists(), "who was refused leaves the lock alone"
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_released_during_a_request_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between reading its name and its age. Who waits asks every second, and would have met it."""
     locked_by(tmp_path, ELSEWHERE)
     read = lock._read
@@ -94,7 +92,7 @@ def test_a_lock_that_is_given_back_while_one_asks_for_it_is_free(
         held.check()
 
 
-def test_the_lock_of_a_process_that_ended_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_the_lock_of_an_ended_process_is_taken_over_at_once(tmp_path: Path) -> None:
     """Also if a later process has its number."""
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     for dead in (replace(Owner.me(), pid=int(child.stdout)), replace(Owner.me(), started="1")):
@@ -103,7 +101,7 @@ def test_the_lock_of_a_process_that_ended_is_taken_over_at_once(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("age", "job", "taken"), [(0, "7", False), (0, "8", True), (2 * EXPIRES_S, "7", True)])
-def test_another_hosts_lock_expires_or_is_our_requeued_jobs(
+def test_the_lock_of_another_host_expires_or_belongs_to_the_requeued_job(
     tmp_path: Path, as_job: Callable[[dict[str, str]], Owner], age: float, job: str, taken: bool
 ) -> None:
     me = as_job({"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"})
@@ -140,7 +138,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_a_job_that_came_back_is_told_from_another_step_of_it(
+def test_a_requeued_job_is_distinguished_from_another_step_of_it(
     tmp_path: Path, as_job: Callable[[dict[str, str]], Owner], case: str
 ) -> None:
     """Steps of one batch job share its number: on two nodes, each took the run from the other, for ever."""
@@ -163,13 +161,13 @@ def test_a_lock_of_an_earlier_version_is_read(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 1}'])
-def test_a_lock_that_says_nothing_stops_nobody(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_lock_is_taken_over(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     with hold(tmp_path, print):
         assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
 
 
-def test_the_heartbeat_keeps_the_lock_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_renews_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     with hold(tmp_path, pytest.fail):
         os.utime(tmp_path / FILE, (0, 0))

@@ -65,7 +65,7 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("spec", [BSI(), BFN(), VDM()])
-def test_the_trainer_minimizes_the_finite_bound_when_told(spec):
+def test_the_trainer_can_minimize_the_finite_bound(spec):
     trainer, given = engine(Objective(finite_k=7), spec), batch()
     method = trainer.model.method
     i = torch.floor(given.t * 7).long()
@@ -75,7 +75,7 @@ def test_the_trainer_minimizes_the_finite_bound_when_told(spec):
     assert set(i.tolist()) == set(range(7))
 
 
-def test_the_trainer_weighs_levels_when_told():
+def test_the_trainer_can_weight_levels():
     plain, given = engine(Objective()), batch()
     method, x = plain.model.method, plain.model.values(given.data)
     for objective, weight in (
@@ -93,7 +93,7 @@ def test_the_trainer_weighs_levels_when_told():
 
 @pytest.mark.parametrize("name", ["elbo", "sigmoid", "edm"])
 @pytest.mark.parametrize("method", METHODS)
-def test_levels_drawn_as_much_is_lost_give_the_same_loss_with_less_variance(method, name):
+def test_levels_drawn_in_proportion_to_the_loss_reduce_its_variance(method, name):
     """On Gaussian data, whose best guess is linear."""
     weight = {"elbo": None, "sigmoid": sigmoid_weight(method, 2.0), "edm": edm_weight(method)}[name]
     count, n, std = 4096, 48, 0.5
@@ -113,7 +113,7 @@ def test_levels_drawn_as_much_is_lost_give_the_same_loss_with_less_variance(meth
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_edms_levels_are_its_normal_distribution_and_one_in_twenty_anywhere(method):
+def test_edms_levels_are_normal_with_a_uniform_part_of_one_in_twenty(method):
     drawn = expected_levels(method, edm_weight(method))
     level = method.levels.icdf(torch.linspace(0.2, 0.9, 200, dtype=torch.float64))
     assert bool((drawn.density(level) > 0.0499 * method.levels.density(level)).all())
@@ -127,7 +127,7 @@ def test_edms_levels_are_its_normal_distribution_and_one_in_twenty_anywhere(meth
 
 
 @pytest.mark.parametrize("weight", ["elbo", "sigmoid", "edm"])
-def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
+def test_the_journal_has_the_unweighted_loss_in_bits(weight):
     weighed, given = engine(Objective(weight=weight)), batch()
     x, method = weighed.model.values(given.data), weighed.model.method
     plain = training_loss(method, weighed.model.denoiser, x, given.t, given.eps, None, weighed.loss.levels)
@@ -139,7 +139,7 @@ def test_the_journal_has_the_unweighed_loss_in_bits_whatever_the_weight(weight):
     assert bool(torch.isfinite(weighed.loss.sums(weighed._losses(first), first.t)).all())
 
 
-def test_a_weighted_run_has_its_bits_and_a_finite_one_its_own_name(tmp_path):
+def test_weighted_and_finite_runs_name_their_losses(tmp_path):
     """Trained not at all (rate 1e-12): the bits of the journal are those of the plain objective, of other levels."""
     small = replace(
         bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=3, batch=512, every=Every(journal=3)
@@ -168,7 +168,7 @@ def test_an_objective_is_part_of_the_recipe_and_of_its_record():
     assert from_plain(Recipe, without) == bsi.recipes.digits()  # what was written before there was a choice
 
 
-def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unless_asked_for():
+def test_the_default_levels_depend_on_the_weight():
     assert not Objective().expected_levels
     assert Objective(weight="edm").expected_levels
     asked = engine(Objective(weight="edm", levels="paper"))
@@ -176,7 +176,7 @@ def test_levels_are_the_papers_for_the_elbo_and_expected_for_other_weights_unles
     assert engine(Objective(levels="expected")).loss.levels != asked.loss.levels
 
 
-def test_a_weighted_finite_bound_is_refused():
+def test_a_weighted_finite_bound_is_rejected():
     for match, given in (
         ("finite_k=4", {"finite_k": 4, "weight": "edm"}),
         ("levels=expected, finite_k=4", {"finite_k": 4, "levels": "expected"}),

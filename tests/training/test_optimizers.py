@@ -22,7 +22,7 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(4, 24, 24), (2, 64, 16), (2, 16, 64)])
-def test_polar_keeps_the_singular_vectors_and_brings_the_singular_values_near_one(shape: tuple[int, int, int]) -> None:
+def test_polar_keeps_singular_vectors_with_singular_values_near_one(shape: tuple[int, int, int]) -> None:
     x = _normal(*shape)
     found = polar(x)
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
@@ -36,7 +36,7 @@ def test_polar_keeps_the_singular_vectors_and_brings_the_singular_values_near_on
     assert torch.allclose(polar(7 * x), found, atol=1e-4)
 
 
-def test_a_step_has_the_size_of_adamws_whatever_the_size_of_the_gradient() -> None:
+def test_a_muon_step_has_the_size_of_adamws_for_any_gradient() -> None:
     for rows, columns in ((64, 16), (16, 64), (32, 32)):
         matrix = nn.Parameter(torch.zeros(rows, columns))
         matrix.grad = 1e-6 * _normal(rows, columns)
@@ -45,7 +45,7 @@ def test_a_step_has_the_size_of_adamws_whatever_the_size_of_the_gradient() -> No
         assert 0.7 * ADAMS_SIZE * 0.01 < size < 1.3 * ADAMS_SIZE * 0.01
 
 
-def test_a_step_is_the_printed_one_with_momentum_and_a_look_ahead() -> None:
+def test_a_muon_step_is_the_published_one_with_nesterov_momentum() -> None:
     matrix, beta, decay, lr = nn.Parameter(_normal(8, 6)), 0.8, 0.1, 0.05
     muon, weights, momentum = Muon([matrix], beta, decay), matrix.detach().clone(), torch.zeros(8, 6)
     for seed, scale in ((1, 1.0), (2, 16.0), (3, 0.5)):  # clipped more and less
@@ -58,7 +58,7 @@ def test_a_step_is_the_printed_one_with_momentum_and_a_look_ahead() -> None:
         assert torch.allclose(matrix.detach(), weights, atol=1e-6)
 
 
-def test_filters_of_a_convolution_are_turned_as_one_matrix_each_and_weights_decay() -> None:
+def test_muon_treats_convolutions_as_matrices_and_decays_weights() -> None:
     filters = nn.Parameter(_normal(8, 4, 3, 3).contiguous(memory_format=torch.channels_last))
     flat = nn.Parameter(filters.detach().reshape(8, 36).clone())
     gradient = _normal(8, 4, 3, 3, seed=1)
@@ -73,7 +73,7 @@ def test_filters_of_a_convolution_are_turned_as_one_matrix_each_and_weights_deca
     assert torch.allclose(still.detach(), 0.95 * before)
 
 
-def test_filters_are_turned_alike_however_they_lie_in_memory() -> None:
+def test_muon_does_not_depend_on_the_memory_format() -> None:
     start, gradients = _normal(8, 4, 3, 5), [_normal(8, 4, 3, 5, seed=seed) for seed in (1, 2)]
     found = []
     for order in ((0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2)):
@@ -94,14 +94,14 @@ def test_filters_are_turned_alike_however_they_lie_in_memory() -> None:
         assert torch.allclose(momentum, found[0][1], atol=1e-6)
 
 
-def test_a_matrix_whose_rows_do_not_lie_together_is_adamws() -> None:
+def test_a_noncontiguous_matrix_uses_adamw() -> None:
     layers = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(4)))
     odd, settings = layers[1], Optimizer(lr=0.1, kind="muon")
     odd.weight = nn.Parameter(odd.weight.detach().transpose(0, 1).contiguous().transpose(0, 1))
     assert {id(p) for p in Optimizers(layers, settings).muon.matrices} == {id(layers[2].weight)}
 
 
-def test_a_step_that_does_not_count_moves_neither_weights_nor_momenta_even_from_nan() -> None:
+def test_a_skipped_step_changes_neither_weights_nor_momenta() -> None:
     matrix = nn.Parameter(_normal(8, 8))
     muon = Muon([matrix], beta=0.9, decay=0.1)
     matrix.grad = _normal(8, 8, seed=1)
@@ -113,7 +113,7 @@ def test_a_step_that_does_not_count_moves_neither_weights_nor_momenta_even_from_
     assert torch.equal(muon.momenta[0], momentum)
 
 
-def test_muon_has_the_matrices_inside_and_adamw_the_rest() -> None:
+def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
     networks = {
         "dit": build(DiTConfig(width=16, depth=2, heads=2), (3, 8, 8), 256, num_classes=3),
         "mlp": build(MLPConfig(width=16, depth=2), (5,)),
@@ -149,7 +149,7 @@ def _recipe(steps: int) -> Recipe:
     )
 
 
-def test_a_run_with_muon_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_with_muon_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     data = _normal(64, 3)
     whole = bsi.train(_recipe(8), data=data, out=tmp_path / "whole").path
     bsi.train(_recipe(3), data=data, out=tmp_path / "parts")
@@ -159,7 +159,7 @@ def test_a_run_with_muon_that_goes_on_is_the_run_that_never_stopped(tmp_path: Pa
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_of_a_network_from_elsewhere_muon_has_all_layers_but_the_first_and_the_last(tmp_path: Path) -> None:
+def test_muon_updates_all_inner_layers_of_a_custom_network(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -176,6 +176,6 @@ def test_of_a_network_from_elsewhere_muon_has_all_layers_but_the_first_and_the_l
     assert not torch.equal(network.layers[2].weight.detach(), before)
 
 
-def test_a_momentum_of_one_is_refused() -> None:
+def test_a_momentum_of_one_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"optimizer\.momentum"):
         replace(_recipe(2).optimizer, momentum=1.0)

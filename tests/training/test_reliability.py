@@ -29,7 +29,7 @@ def test_every_row_of_the_fault_table_has_a_test_that_exists() -> None:
 
 
 @pytest.mark.parametrize(("code", "expected", "requeued"), [(75, 0, True), (0, 0, False), (5, 5, False)])
-def test_the_slurm_script_requeues_a_preempted_job_and_nothing_else(
+def test_the_slurm_script_requeues_only_preempted_jobs(
     tmp_path: Path, code: int, expected: int, requeued: bool
 ) -> None:
     """With stand-ins for srun and scontrol that note how they were called."""

@@ -124,7 +124,7 @@ class Reading(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
-def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_synchronize_with_the_host(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bsi.elbo.check_grid", lambda method, grid: [method.levels.high])  # not on a GPU
     engine, stream = parts(recipe, "cpu")
     (batch,) = stream.step(0)
@@ -139,7 +139,7 @@ def test_a_step_asks_nothing_of_the_host(recipe: Recipe, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["unet", "unet-coarser", "checkpointed", "mlp"])
-def test_a_compiled_step_compiles_nothing_more_after_the_plain_ones(name: str, watchdog: Watchdog) -> None:
+def test_a_compiled_step_is_not_recompiled(name: str, watchdog: Watchdog) -> None:
     """Not even after a look at the average, in batches of another size: a recording could not wait for a compiler."""
     engine, stream = parts(VARIED[NAMES.index(name)], "cpu")
     network = engine.model.denoiser.backbone
@@ -155,9 +155,7 @@ def test_a_compiled_step_compiles_nothing_more_after_the_plain_ones(name: str, w
 
 
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
-def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_scalars(
-    recipe: Recipe, watchdog: Watchdog
-) -> None:
+def test_steps_differ_only_in_the_batch_and_the_scalars(recipe: Recipe, watchdog: Watchdog) -> None:
     """The same step function on the same memory gives the same as ordinary steps, and changes nothing but contents."""
     (plain, stream), (held, again) = parts(recipe, "cpu"), parts(recipe, "cpu")
     place: list[torch.Tensor] = []
@@ -188,7 +186,7 @@ def test_all_that_differs_between_two_steps_is_in_the_held_batch_and_the_scalars
         (replace(RECIPE, batch=3073, data=replace(RECIPE.data, labels=True)), False),
     ],
 )
-def test_only_a_step_that_never_asks_the_host_is_recorded(recipe: Recipe, expected: bool) -> None:
+def test_only_steps_without_host_synchronization_are_recorded(recipe: Recipe, expected: bool) -> None:
     engine, _ = parts(RECIPE, "cpu")
     assert replayable(recipe, engine.model, engine.world) is expected
     foreign = bsi.Model(torch.nn.Bilinear(8, 1, 8), bsi.BSI(), (1, 8, 8))
@@ -211,7 +209,7 @@ def assert_near(a: Engine, b: Engine) -> None:
 @needs_gpu
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", [*VARIED, replace(RECIPE, precision="fp8")], ids=[*NAMES, "fp8"])
-def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None:
+def test_a_replayed_step_equals_a_plain_step(recipe: Recipe, watchdog: Watchdog) -> None:
     if recipe.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not compute in fp8")
     (plain, stream), (replayed, again) = parts(recipe, "cuda", record=False), parts(recipe, "cuda")
@@ -226,7 +224,7 @@ def test_a_replayed_step_is_the_step(recipe: Recipe, watchdog: Watchdog) -> None
 @needs_gpu
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", [RECIPE, VARIED[NAMES.index("unet")]], ids=["adamw", "unet"])
-def test_neither_a_look_nor_a_restored_state_disturbs_a_recording(recipe: Recipe, watchdog: Watchdog) -> None:
+def test_evaluations_and_restored_states_keep_a_recording_valid(recipe: Recipe, watchdog: Watchdog) -> None:
     (plain, stream), (replayed, again) = parts(recipe, "cuda", record=False), parts(recipe, "cuda")
     for step in range(9):
         plain.step(stream, watchdog)
@@ -243,7 +241,7 @@ def test_neither_a_look_nor_a_restored_state_disturbs_a_recording(recipe: Recipe
 @compiles
 @needs_gpu
 @pytest.mark.usefixtures("unchecked")
-def test_a_step_that_asks_the_host_after_all_goes_on_unrecorded(
+def test_a_step_that_synchronizes_with_the_host_runs_unrecorded(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (plain, stream), (failed, again) = parts(RECIPE, "cuda", record=False), parts(RECIPE, "cuda")

@@ -35,7 +35,7 @@ class MyNet(torch.nn.Module):
         return self.layer(mu)
 
 
-def test_a_run_knows_its_folder_model_journal_and_bounds(tmp_path: Path) -> None:
+def test_a_run_has_a_path_model_journal_and_evaluations(tmp_path: Path) -> None:
     run = bsi.train(RECIPE, data=DATA, test=DATA[:8], out=tmp_path / "run", device="cpu")
     assert (run.path, os.fspath(run)) == (tmp_path / "run", str(tmp_path / "run"))
     assert torch.equal(run.model().sample(2, steps=2), bsi.load(run).sample(2, steps=2))
@@ -52,7 +52,7 @@ def test_a_run_knows_its_folder_model_journal_and_bounds(tmp_path: Path) -> None
         bsi.Run(tmp_path / "none").model()
 
 
-def test_a_run_of_a_network_of_ones_own_loads_it_again(tmp_path: Path) -> None:
+def test_a_run_with_a_custom_network_loads_it(tmp_path: Path) -> None:
     own = bsi.train(replace(RECIPE, steps=1), data=DATA, backbone=MyNet(), out=tmp_path / "own", device="cpu")
     assert own.model().sample(2, steps=2).shape == (2, 3)
     assert own.evaluations() == []
@@ -61,7 +61,7 @@ def test_a_run_of_a_network_of_ones_own_loads_it_again(tmp_path: Path) -> None:
 # Messages
 
 
-def test_messages_name_arguments_or_options_as_their_caller_does(tmp_path: Path) -> None:
+def test_messages_name_arguments_in_python_and_options_in_commands(tmp_path: Path) -> None:
     bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu")
     for changed, option, argument in (
         (replace(RECIPE, seed=1), "another --out, or --allow seed", "another out, or allow seed"),
@@ -80,7 +80,7 @@ def interrupted(**given: object) -> None:
     bsi.train(RECIPE, data=DATA, device="cpu", sinks=[stop], **given)
 
 
-def test_ctrl_c_says_how_to_resume_and_leaves_an_interactive_session_alive(
+def test_ctrl_c_in_an_interactive_session_raises_with_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Preempted, match="the same command or call resumes"):
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_a_program_without_a_traceback(tmp_path: Path) -> None:
 # Trackers
 
 
-def test_an_unknown_tracker_and_a_missing_package_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_trackers_and_missing_packages_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, words in ((["wandbb"], "Did you mean 'wandb'"), ("wandb", r"track=\['wandb'\]")):
         with pytest.raises(UsageError, match=words):
             bsi.train(RECIPE, data=DATA, out=tmp_path / "run", track=wrong)

@@ -150,7 +150,7 @@ def test_flips_follow_the_position() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.5, 1e3])
-def test_a_step_is_the_textbooks(watchdog: Watchdog, clip: float) -> None:
+def test_a_training_step_equals_a_plain_pytorch_step(watchdog: Watchdog, clip: float) -> None:
     """Clipped gradient of the mean loss, AdamW, EMA: the same numbers as torch's own parts, one after the other."""
     recipe = tiny_recipe(optimizer=Optimizer(1e-2, clip=clip, warmup=2, schedule="cosine"))
     engine, stream = engine_of(recipe), stream_of(recipe)
@@ -175,7 +175,7 @@ def test_a_step_is_the_textbooks(watchdog: Watchdog, clip: float) -> None:
     assert not torch.equal(next(iter(engine.ema.model.parameters())), next(iter(engine.model.parameters())))
 
 
-def test_power_averages_give_each_step_what_their_profile_does(watchdog: Watchdog) -> None:
+def test_power_averages_weight_each_step_by_their_profile(watchdog: Watchdog) -> None:
     recipe = tiny_recipe(ema=Ema(0.9, 3, powers=(0.1,), snapshot=10))
     engine, stream, expected = engine_of(recipe), stream_of(recipe), torch.zeros(8, 17, dtype=torch.float64)
     for step in range(1, 7):
@@ -186,7 +186,7 @@ def test_power_averages_give_each_step_what_their_profile_does(watchdog: Watchdo
 
 
 @pytest.mark.parametrize("audit", [False, True])
-def test_accumulation_changes_nothing_but_rounding(watchdog: Watchdog, audit: bool) -> None:
+def test_accumulation_changes_only_rounding(watchdog: Watchdog, audit: bool) -> None:
     """Without dropout, whose masks follow the pieces."""
 
     def without_dropout(recipe: Recipe) -> Engine:
@@ -201,7 +201,7 @@ def test_accumulation_changes_nothing_but_rounding(watchdog: Watchdog, audit: bo
     assert astuple(cut.means()) == pytest.approx(astuple(whole.means()), rel=1e-5)
 
 
-def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
+def test_the_saved_state_is_complete(watchdog: Watchdog) -> None:
     """A new engine that is given the tensors goes on, bit for bit."""
     recipe = tiny_recipe()
     engine, stream = trained(recipe, 7, watchdog)
@@ -216,7 +216,7 @@ def test_the_state_is_all_there_is(watchdog: Watchdog) -> None:
     assert engine.means() == resumed.means()
 
 
-def test_what_was_read_for_a_checkpoint_does_not_move_on(watchdog: Watchdog) -> None:
+def test_the_state_of_a_checkpoint_is_a_copy(watchdog: Watchdog) -> None:
     engine, stream = trained(tiny_recipe(), 1, watchdog)
     saved = state(engine)
     then = copy.deepcopy(saved)
@@ -244,7 +244,7 @@ def two() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def test_the_pass_that_settles_ddp_leaves_no_trace(two: World) -> None:
+def test_the_warm_up_of_ddp_changes_no_state(two: World) -> None:
     """Every start of a run makes it: one that was interrupted has made one more."""
     model = bsi.Model(Counting(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
     engine = Engine(tiny_recipe(), model.train(), two, None)
@@ -255,7 +255,7 @@ def test_the_pass_that_settles_ddp_leaves_no_trace(two: World) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_ranks_exchange_gradients_with_the_last_piece_alone(
+def test_ranks_exchange_gradients_once_per_step(
     watchdog: Watchdog, two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier, what the pieces after it add would be one rank's own, and the weights would drift apart."""
@@ -277,7 +277,7 @@ def test_ranks_exchange_gradients_with_the_last_piece_alone(
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["loss", "gradient", "weights"])
-def test_after_a_step_that_is_not_finite_nothing_moves(watchdog: Watchdog, poison: float, where: str) -> None:
+def test_a_nonfinite_step_changes_no_state(watchdog: Watchdog, poison: float, where: str) -> None:
     engine, stream = trained(tiny_recipe(), 4, watchdog)
     before = copy.deepcopy(state(engine))
     losses = engine._losses
@@ -302,7 +302,7 @@ def test_after_a_step_that_is_not_finite_nothing_moves(watchdog: Watchdog, poiso
     assert math.isfinite(means.grad_norm)
 
 
-def test_float16_leaves_out_overflows_and_halves_its_scale(watchdog: Watchdog) -> None:
+def test_float16_skips_overflows_and_halves_its_scale(watchdog: Watchdog) -> None:
     """The rule alone, on a CPU: the network computes in float32, and an overflow is put in by hand."""
     recipe = tiny_recipe()
 
@@ -334,7 +334,9 @@ def test_float16_leaves_out_overflows_and_halves_its_scale(watchdog: Watchdog) -
     assert engine.first_fault() == 0, "and a loss that is not finite is one at any scale"
 
 
-def test_float16s_scale_doubles_after_so_many_good_steps(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_doubles_its_scale_after_a_number_of_finite_steps(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bsi.training.step.GROWTH_STEPS", 2)
     recipe = tiny_recipe()
     model = bsi.Model(build("mlp-8x1", (1, 4, 4), 17), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
@@ -352,7 +354,7 @@ def test_float16s_scale_doubles_after_so_many_good_steps(watchdog: Watchdog, mon
     assert float(resumed.scale) == float(engine.scale) == 2.0**19, "a run that goes on has its scale"
 
 
-def test_means_are_of_the_steps_since_the_last_look(watchdog: Watchdog) -> None:
+def test_logged_means_are_over_the_steps_since_the_last_record(watchdog: Watchdog) -> None:
     engine, _ = trained(tiny_recipe(), 3, watchdog)
     often, stream, each = engine_of(tiny_recipe()), stream_of(tiny_recipe()), []
     for _ in range(3):
@@ -361,7 +363,7 @@ def test_means_are_of_the_steps_since_the_last_look(watchdog: Watchdog) -> None:
     assert engine.means().loss == pytest.approx(sum(means.loss for means in each) / 3, rel=1e-6)
 
 
-def test_a_tree_adds_alike_however_it_is_cut() -> None:
+def test_tree_sums_do_not_depend_on_the_number_of_ranks() -> None:
     vectors = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i % 7) for i in range(16)]
 
     def cut(ranks: int) -> torch.Tensor:

@@ -120,9 +120,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("w") / "run", test=TEST)
 
 
-def test_a_dataset_and_a_tensor_of_the_same_samples_give_the_same_run_whatever_the_workers(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_dataset_and_a_tensor_give_the_same_run_for_any_number_of_workers(whole: Path, tmp_path: Path) -> None:
     """Row 9: no worker, then three; and an interruption between."""
     out = tmp_path / "run"
     stopped(out, 6, data=MyData(), test=TEST)
@@ -135,7 +133,7 @@ def test_a_dataset_and_a_tensor_of_the_same_samples_give_the_same_run_whatever_t
 
 
 @pytest.mark.parametrize(("event", "step"), [("train", 3), ("train", 6), ("evaluate", 6)])
-def test_a_sink_that_raises_costs_no_step(
+def test_a_sink_that_raises_loses_no_step(
     whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], event: str, step: int
 ) -> None:
     """Row 39: its error is the caller's, who may want just this; the same call goes on, with what was due."""
@@ -154,7 +152,7 @@ def test_a_sink_that_raises_costs_no_step(
     assert events(out) == events(whole)
 
 
-def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_training_does_not_change_the_callers_random_state(tmp_path: Path) -> None:
     net = network()
     expected = torch.randn(3)
     torch.manual_seed(0)
@@ -164,7 +162,7 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_had_been(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
-def test_a_network_that_is_not_in_float32_is_refused_before_anything_is_made(kind: torch.dtype, tmp_path: Path) -> None:
+def test_a_network_not_in_float32_is_rejected_before_files_are_created(kind: torch.dtype, tmp_path: Path) -> None:
     existing = tmp_path / "run"
     existing.mkdir()
     for out in (tmp_path / "runs" / "run", existing):
@@ -174,7 +172,7 @@ def test_a_network_that_is_not_in_float32_is_refused_before_anything_is_made(kin
     train(existing, recipe(steps=1), backbone=MyNet().to(kind).float())
 
 
-def test_a_network_that_is_not_ours_is_asked_for_by_its_class(whole: Path) -> None:
+def test_loading_a_run_with_a_custom_network_asks_for_its_class(whole: Path) -> None:
     with pytest.raises(UsageError, match=r"MyNet, .*Pass one like it again, backbone=MyNet\(\.\.\.\)"):
         bsi.load(whole)
     with pytest.raises(UsageError, match=r"inner.weight: \(8, 17\) there, \(9, 17\) here"):
@@ -185,7 +183,7 @@ def test_a_network_that_is_not_ours_is_asked_for_by_its_class(whole: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["dit-mini/4", "unet-4x1", "mlp-16x1"])
-def test_a_network_of_ours_that_was_passed_is_built_again_by_load(name: str, tmp_path: Path) -> None:
+def test_load_rebuilds_a_package_network_that_was_passed(name: str, tmp_path: Path) -> None:
     config = replace(resolve(name), dropout=0.25)
     if isinstance(config, DiTConfig):
         config = replace(config, width=8, depth=1, heads=2)
@@ -201,7 +199,7 @@ def test_a_network_of_ours_that_was_passed_is_built_again_by_load(name: str, tmp
         bsi.load(run, backbone=MyNet())
 
 
-def test_a_network_that_a_config_would_not_make_again_is_asked_for(tmp_path: Path) -> None:
+def test_loading_asks_for_a_network_that_its_config_does_not_describe(tmp_path: Path) -> None:
     """A subclass; other Fourier features than the data's; labels that the data has not; a part replaced."""
 
     class Changed(MLP):
@@ -219,7 +217,7 @@ def test_a_network_that_a_config_would_not_make_again_is_asked_for(tmp_path: Pat
     bsi.load(run, backbone=other[1])
 
 
-def test_a_run_from_before_its_network_was_described_goes_on(tmp_path: Path) -> None:
+def test_a_run_without_a_network_description_resumes(tmp_path: Path) -> None:
     ours, out = build(MLPConfig(width=16, depth=1), (1, 4, 4), 256), tmp_path / "run"
     stopped(out, 3, backbone=ours)
     record = json.loads((out / "run.json").read_text())
@@ -229,7 +227,7 @@ def test_a_run_from_before_its_network_was_described_goes_on(tmp_path: Path) -> 
     assert bsi.load(out).sample(1, steps=2).shape == (1, 1, 4, 4)
 
 
-def test_the_error_of_the_bound_along_the_way_is_no_accident() -> None:
+def test_bounds_during_training_have_a_standard_error() -> None:
     """Of one degree of freedom, 6 of 40 values would be off by more than four errors; of eight, one in 250."""
     world, data = World(Place(), torch.device("cpu")), torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
@@ -261,7 +259,7 @@ def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Pa
     [torch.as_tensor, np.asarray, lambda x: torch.utils.data.Subset(x, range(len(x)))],
     ids=["tensor", "array", "Dataset"],
 )
-def test_uint8_data_of_few_levels_is_not_silently_taken_as_8_bit_images(kind, tmp_path: Path, capsys) -> None:
+def test_uint8_data_of_few_levels_gives_a_warning(kind, tmp_path: Path, capsys) -> None:
     """Refused where it is hardly 8-bit images, told where it may not be, taken where it has all their values."""
     few, most, all_levels = IMAGES % 17, IMAGES.clamp(max=200), IMAGES
     one = recipe(steps=1)
@@ -275,7 +273,7 @@ def test_uint8_data_of_few_levels_is_not_silently_taken_as_8_bit_images(kind, tm
     assert "8-bit" not in capsys.readouterr().err
 
 
-def test_another_network_cannot_go_on_with_a_run(tmp_path: Path) -> None:
+def test_another_network_cannot_resume_a_run(tmp_path: Path) -> None:
     """Rows 20 and 22: another class, other data, other shapes."""
 
     class Other(MyNet):
@@ -307,7 +305,7 @@ def test_another_network_cannot_go_on_with_a_run(tmp_path: Path) -> None:
     train(out, backbone=Scaled(1), data=IMAGES[:-1], allow=["data.version"])
 
 
-def test_what_was_allowed_once_is_the_runs_own_though_no_checkpoint_has_it_yet(tmp_path: Path) -> None:
+def test_an_allowed_change_is_kept_before_the_next_checkpoint(tmp_path: Path) -> None:
     def killed(record: Mapping[str, Value]) -> None:
         raise KeyboardInterrupt
 
@@ -319,7 +317,7 @@ def test_what_was_allowed_once_is_the_runs_own_though_no_checkpoint_has_it_yet(t
     train(out, slower)
 
 
-def test_whoever_asks_to_stop_is_heard_though_nobody_reads_what_is_told(tmp_path: Path, capsys) -> None:
+def test_stop_signals_work_when_stderr_is_closed(tmp_path: Path, capsys) -> None:
     """Ctrl-C ends the `tee` of a pipe too; and a stderr of Python alone, as here or in a notebook, is no file."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -335,16 +333,14 @@ def test_whoever_asks_to_stop_is_heard_though_nobody_reads_what_is_told(tmp_path
 
 
 @pytest.mark.parametrize("audit", [False, True])
-def test_other_pieces_are_told_where_dropout_draws_other_masks_for_them(audit: bool, tmp_path: Path, capfd) -> None:
+def test_changed_accumulation_with_dropout_is_reported(audit: bool, tmp_path: Path, capfd) -> None:
     out, small = tmp_path / "run", recipe(steps=4, accumulation=2, audit=audit)
     stopped(out, 3, small)
     train(out, replace(small, accumulation=4))
     assert ("ranks x accumulation was 2 and is 4: " in capfd.readouterr().err) == (not audit)
 
 
-def test_an_evaluation_left_over_at_the_last_step_is_made_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pending_evaluation_at_the_last_step_is_made_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, one = tmp_path / "run", recipe(every=Every(journal=3, evaluate=6, checkpoint=5))
     stopped(out, 12, one, test=TEST)
     train(out, one, test=TEST)
@@ -355,9 +351,7 @@ def test_an_evaluation_left_over_at_the_last_step_is_made_once(
 
 
 @pytest.mark.parametrize("every", [Every(journal=1, checkpoint=6), Every(journal=3, checkpoint=4)])
-def test_a_folder_that_is_moved_meanwhile_is_not_made_again_and_goes_on_where_it_is(
-    every: Every, whole: Path, tmp_path: Path
-) -> None:
+def test_a_folder_moved_during_training_is_not_created_again(every: Every, whole: Path, tmp_path: Path) -> None:
     out, moved, one = tmp_path / "run", tmp_path / "moved", recipe(every=every)
     with pytest.raises(BsiError, match="the run folder was moved"):
         train(out, one, sinks=[lambda told: told["step"] == 3 and out.rename(moved)])
@@ -367,7 +361,7 @@ def test_a_folder_that_is_moved_meanwhile_is_not_made_again_and_goes_on_where_it
     assert same(moved, whole)
 
 
-def test_who_lost_the_folder_leaves_the_winners_status_alone(tmp_path: Path) -> None:
+def test_a_process_that_lost_its_lock_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def taken(record: Mapping[str, Value]) -> None:
@@ -387,7 +381,7 @@ def test_who_lost_the_folder_leaves_the_winners_status_alone(tmp_path: Path) -> 
     assert not list(out.rglob("*.safetensors"))
 
 
-def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() -> None:
+def test_the_suggested_allow_option_names_all_changes() -> None:
     before, rates = recipe(), replace(recipe().optimizer, lr=0.1, clip=2.0, beta_1=0.8, beta_2=0.9, momentum=0.9)
     now = replace(before, optimizer=rates, seed=1, batch=32, sigma_data=0.5, ema=Ema(0.8, 5))
     then, now = RunRecord(before, ""), RunRecord(now, "")
@@ -399,7 +393,7 @@ def test_the_names_to_allow_are_all_of_them_though_not_all_changes_are_listed() 
         assert check_changes(then, RunRecord(safe, ""), ("a", "a"), 5, ())
 
 
-def test_what_decides_which_tensors_a_checkpoint_has_cannot_be_allowed(tmp_path: Path) -> None:
+def test_changes_of_the_tensors_in_a_checkpoint_cannot_be_allowed(tmp_path: Path) -> None:
     out, small = tmp_path / "run", recipe(steps=3, every=Every(journal=1, checkpoint=1))
     small = replace(small, optimizer=replace(small.optimizer, schedule="constant"))
     bsi.train(small, data=IMAGES, out=out)
@@ -439,13 +433,13 @@ def test_three_lines_load_what_export_wrote(whole: Path, tmp_path: Path) -> None
         bsi.load(file, backbone=MyNet(), step=3)
 
 
-def test_a_network_for_other_data_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
+def test_a_network_for_other_data_is_rejected_before_files_are_created(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"one shape, got \(3, 32, 32\)"):
         train(tmp_path / "run", recipe(steps=1), backbone=build("mlp-8x1", (3, 32, 32), 256))
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:
+def test_initial_weights_are_taken_from_another_run(whole: Path, tmp_path: Path) -> None:
     frozen = recipe(steps=1, optimizer=replace(recipe().optimizer, lr=1e-30, final_lr=0.0, weight_decay=0.0, warmup=0))
     out = train(tmp_path / "run", frozen, init_from=whole)
     assert same(out, whole)
@@ -454,7 +448,7 @@ def test_weights_alone_are_taken_from_another_run(whole: Path, tmp_path: Path) -
         train(tmp_path / "other", recipe(steps=1), backbone=MyNet(5), init_from=whole)
 
 
-def test_a_finished_run_is_returned_as_it_is(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_returned_unchanged(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
     assert train(whole, test=TEST) == whole
     assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
@@ -463,7 +457,7 @@ def test_a_finished_run_is_returned_as_it_is(whole: Path, capfd: pytest.CaptureF
     assert "more steps" not in told, "a cosine cannot be extended"
 
 
-def test_floats_of_any_size_train_as_float32(tmp_path: Path) -> None:
+def test_floats_of_any_precision_train_as_float32(tmp_path: Path) -> None:
     exact = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)).bfloat16()  # so that all sizes hold it
     flat = recipe(steps=3, backbone=recipes.arrays().backbone, every=Every(journal=1, evaluate=3))
     wanted, found = (
@@ -474,7 +468,7 @@ def test_floats_of_any_size_train_as_float32(tmp_path: Path) -> None:
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_what_would_be_left_aside_is_refused(tmp_path: Path) -> None:
+def test_arguments_without_effect_are_rejected(tmp_path: Path) -> None:
     for match, given in (
         (r"data\.labels=True", {"labels": torch.arange(len(IMAGES)) % 3}),
         ("test was given without data", {"data": None, "test": IMAGES}),
@@ -508,7 +502,7 @@ def test_continuous_data_is_standardized_and_keeps_its_units(tmp_path: Path) -> 
         (IMAGES / 255, IMAGES, UsageError, "like training samples"),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_refused(data, test, error, message: str, tmp_path: Path) -> None:
+def test_unsupported_training_data_is_rejected(data, test, error, message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         train(tmp_path / "run", data=data, test=test)
     assert not (tmp_path / "run").exists()
@@ -517,7 +511,7 @@ def test_data_that_cannot_be_trained_on_is_refused(data, test, error, message: s
 @pytest.mark.parametrize(
     "objective", [Objective(), Objective(levels="expected"), Objective(weight="edm"), Objective(finite_k=5)], ids=str
 )
-def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(objective: Objective, tmp_path: Path) -> None:
+def test_a_nan_in_the_data_stores_the_step_for_replay(objective: Objective, tmp_path: Path) -> None:
     """A Dataset is too large to be looked through beforehand: here one sample is bad, and step 3 sees it."""
     n, whole = 100_000, recipe(every=Every(journal=50, checkpoint=500), objective=objective)
     bad = int(piece_ids(whole, n, Piece(3, 0, 0, whole.batch))[5])
@@ -541,7 +535,7 @@ def test_a_nan_in_the_data_ends_with_a_replay_of_the_step(objective: Objective, 
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
-def test_a_run_folder_holds_no_secrets_and_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_holds_no_secrets_and_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HOME", "/home/somebody")
     paths = ["/home/somebody/runs/x", "--data.name=/home/somebody", "/mnt/home/me/x", "/home/some", "/home/somebodys/x"]
@@ -556,7 +550,7 @@ def test_a_run_folder_holds_no_secrets_and_no_home(tmp_path: Path, monkeypatch: 
     assert "steps: 12 -> 1" in record["changed"]
 
 
-def test_the_journal_has_its_lines_and_any_function_may_listen(tmp_path: Path) -> None:
+def test_the_journal_and_sinks_get_the_same_records(tmp_path: Path) -> None:
     heard: list[Mapping[str, Value]] = []
     train(tmp_path / "run", test=TEST, sinks=[heard.append])
     assert [(record["event"], record["step"]) for record in heard] == [
@@ -636,7 +630,7 @@ bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
     ("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGXCPU", 75), ("SIGQUIT", 75), ("none", 0)]
 )
 @pytest.mark.slow
-def test_a_script_is_stopped_without_a_traceback_though_its_log_is_full(name: str, code: int, tmp_path: Path) -> None:
+def test_a_script_with_a_full_log_stops_without_a_traceback(name: str, code: int, tmp_path: Path) -> None:
     """Row 51: with stderr on a full disk, and with one that can be read."""
     for log in ("/dev/full", str(tmp_path / "log")):
         out = tmp_path / f"run-{Path(log).name}"

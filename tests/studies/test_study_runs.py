@@ -25,7 +25,7 @@ from bsi.training.lock import hold
 from tiny_studies import TINY, tiny
 
 DOCS, CPU = Path(__file__).parents[2] / "docs", torch.device("cpu")
-SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "weighting"}
+SEEDED = {"comparison", "architecture", "disentangle", "initial-precision", "finite-k", "parametrization", "weighting"}
 
 
 @pytest.fixture(scope="module")

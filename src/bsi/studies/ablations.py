@@ -1,4 +1,4 @@
-"""BSI with other parameters: Figures "lambda0" and "train-finite-k", and two studies of ours.
+"""BSI with other parameters: Figures "lambda0" and "train-finite-k", and three studies of ours.
 
 initial-precision   The paper's claims: likelihood improves as lambda_0 falls; with many steps a larger lambda_0 samples
                     slightly better, with few steps an intermediate one does.
@@ -7,6 +7,8 @@ weighting           New: most bits of the ELBO describe the least significant, i
                     that fall at high signal-to-noise ratios (`bsi.objective`) spend the network's capacity on what is
                     visible. All networks, also that of the ELBO, are trained at levels drawn in proportion to the
                     expected loss; the last row, the ELBO at the paper's levels, shows the effect of the levels alone.
+parametrization     New: what the network predicts, and whether x_hat is clipped to the data's range. In the published
+                    methods BSI uses "edm" without clipping, VDM predicts the noise, and BFN predicts it and clips.
 disentangle         New: which of the three changes from BFN to BSI matters? Each one is undone alone.
 
 The three changes are the hyper-prior (c = lambda_0^2 / gamma_0, the information of the initial belief: BSI 0.01, BFN
@@ -27,12 +29,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bsi.methods import BSI
+from bsi.methods import BSI, Parametrization
 from bsi.recipe import Objective, Recipe
 from bsi.sampler import FLOW_SOLVER, Sampler
 from bsi.studies import outcome
-from bsi.studies.comparison import our_solvers
-from bsi.studies.measure import bound, bound_and_quality, paper_sampler, quality, samplers_of
+from bsi.studies.comparison import EQUAL_BITS, our_solvers
+from bsi.studies.measure import OURS, bound, bound_and_quality, paper_sampler, quality, samplers_of
 from bsi.studies.outcome import Claim, Estimate, Outcome, Row, Steps, Verdict, study
 from bsi.studies.scale import Scale
 
@@ -139,6 +141,57 @@ def weighting(scale: Scale) -> Steps:
     axes.set(xlabel="bits per dimension", ylabel=f"{scale.metric}, {sampler.steps} steps")
     axes.legend()
     return Outcome({"weights": rows}, claims, figure, [our_solvers(*trained[unweighted][:1])])
+
+
+NETWORKS: dict[str, tuple[str, Parametrization | None, bool]] = {  # the method, its parametrization, its clipping
+    "BSI": ("bsi", None, False),
+    "BSI, clipped": ("bsi", None, True),
+    "BSI blend, clipped": ("bsi", "blend", True),
+    "BSI noise, clipped": ("bsi", "epsilon", True),
+    "VDM": ("vdm", None, False),
+    "VDM noise, clipped": ("vdm", None, True),
+    "BFN noise, clipped": ("bfn", None, True),
+}
+AT_EVALUATION = "BSI, clipped at evaluation only"
+
+
+@study("new", "what the network predicts, and whether predictions are clipped to the range of the data")
+def parametrization(scale: Scale) -> Steps:
+    trained = {
+        name: [replace(n, parametrization=predicts) for n in scale.parameters.networks(method, clips=clips)]
+        for name, (method, predicts, clips) in NETWORKS.items()
+    }
+    samplers, bsi = samplers_of(scale), trained["BSI"]
+    clipped = [bound(scale, network, clips=True) for network in bsi]
+    results = yield [*bound_and_quality(scale, itertools.chain(*trained.values()), samplers), *clipped]
+
+    own = results.image_bits(bsi)
+    changes = {name: results.image_bits(networks) - own for name, networks in trained.items() if name != "BSI"}
+    changes[AT_EVALUATION] = results.image_bits(bsi, clips=True) - own
+    gaps = {name: outcome.mean_of_images(gap, outcome.PRACTICAL_BITS) for name, gap in changes.items()}
+    claims = [
+        Claim(f"{name}: the bound is below that of BSI", outcome.verdict(gap), f"difference {gap}")
+        for name, gap in gaps.items()
+        if name.startswith("BSI")
+    ]
+    for name in ("BSI, clipped", "BSI blend, clipped"):
+        statement = f"{name}: {scale.metric} is below that of BSI, by our solver"
+        claims.append(results.less_distance(statement, trained[name], bsi, OURS))
+    ours, theirs = trained["BSI noise, clipped"], ("VDM noise, clipped", "BFN noise, clipped")
+    equal = {f"BSI - {name[:3]}": results.bits_difference(ours, trained[name]) for name in theirs}
+    claims.append(outcome.equal("Equal bits/dim of the three methods with noise, clipped", equal, EQUAL_BITS))
+
+    rows = [{"network": name, **results.row(networks, samplers)} for name, networks in trained.items()]
+    compared = [{"network": name, "bits/dim less BSI's": gap} for name, gap in gaps.items()]
+    figure, (axes,) = outcome.panels(1, width=5.0)
+    places = range(len(gaps))
+    values, errors = [gap.value for gap in gaps.values()], [gap.error for gap in gaps.values()]
+    axes.errorbar(values, places, xerr=errors, fmt="o", color=outcome.COLORS["bsi"], capsize=2)
+    axes.axvline(0, color=outcome.GREY, linewidth=0.9)
+    axes.set_yticks(places, gaps)
+    axes.invert_yaxis()
+    axes.set(xlabel="bits per dimension less BSI's", title="Likelihood")
+    return Outcome({"networks": rows, "difference to BSI": compared}, claims, figure, [our_solvers(*bsi[:1])])
 
 
 FACTORS = ("hyper-prior", "offset", "preconditioning")

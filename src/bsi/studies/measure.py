@@ -47,6 +47,7 @@ from bsi.evaluation.samples import SampleFile, draw_into, image_batches
 from bsi.gaussian import squared_norm
 from bsi.io import atomic, canonical_json, write_json
 from bsi.methods import BSI
+from bsi.methods.base import Predictor
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
 from bsi.model import Model
 from bsi.recipe import Objective, Recipe, changes, from_plain, to_plain
@@ -76,8 +77,9 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """All settings except the network, for JSON. Newer ones are left out at their defaults, to keep names."""
-        older = ((k, v) for k, v in vars(self).items() if (k, v) not in (("variance", "none"), ("alpha_R", None)))
-        return {k: v.record() if isinstance(v, Sampler) else to_plain(v) for k, v in older if k != "network"}
+        newer = {"variance": "none", "alpha_R": None, "clips": False}
+        kept = ((k, v) for k, v in vars(self).items() if k != "network" and not (k in newer and v == newer[k]))
+        return {k: v.record() if isinstance(v, Sampler) else to_plain(v) for k, v in kept}
 
     def title(self) -> str:
         """The job in a few words."""
@@ -120,7 +122,8 @@ class Training(Job):
 class Bound(Job):
     """Bits per dimension of the test set: `levels` and `recon` evaluations of each image.
 
-    `alpha_R` is the precision of BSI's decoder, in place of the method's own.
+    `alpha_R` is the precision of BSI's decoder, in place of the method's own. With `clips` predictions are clipped to
+    the range of the bins, whether the network was trained so or not.
     """
 
     levels: int
@@ -128,6 +131,7 @@ class Bound(Job):
     finite_k: int | None = None
     variance: VarianceKind = "none"
     alpha_R: float | None = None
+    clips: bool = False
 
     def measure(self, model: Model, store: Store) -> Result:
         """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
@@ -138,6 +142,8 @@ class Bound(Job):
         if self.alpha_R is not None:
             assert isinstance(test.method, BSI)
             test = replace(test, method=replace(test.method, alpha_R=self.alpha_R))
+        if self.clips:
+            test = replace(test, predict=lambda ids: _clipped(model, model.denoiser))
         found = estimate_bound(test, Estimator(self.levels, self.recon, self.finite_k, batch_size=batch))
         terms = {"measurement": found.measurements, "reconstruction": found.reconstructions}
         arrays = {name: term.values for name, term in terms.items()} | {"prior": found.prior}
@@ -222,6 +228,13 @@ class Quality(Job):
         return Result(values, {"images": drawn[:SHOWN]})
 
 
+def _clipped(model: Model, predict: Predictor) -> Predictor:
+    """A predictor whose x_hat is clipped to the range of the bins."""
+    assert model.bins is not None
+    low, high = model.bins.low, model.bins.high
+    return lambda latent, level: predict(latent, level).clamp(low, high)
+
+
 def paper_sampler(steps: int) -> Sampler:
     return Sampler(steps, "posterior", "paper")
 
@@ -232,8 +245,8 @@ def samplers_of(scale: Scale, *steps: int, ours: Sampler = OURS) -> dict[str, Sa
     return {**papers, f"{scale.metric}, our solver on {ours.grid} in {ours.steps}": ours}
 
 
-def bound(scale: Scale, network: Recipe, finite_k: int | None = None) -> Bound:
-    return Bound(network, scale.levels, scale.recon, finite_k)
+def bound(scale: Scale, network: Recipe, finite_k: int | None = None, clips: bool = False) -> Bound:
+    return Bound(network, scale.levels, scale.recon, finite_k, clips=clips)
 
 
 def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:

@@ -168,9 +168,9 @@ class Results(Store):
         )
         return Elbo(measurement, reconstruction, arrays["prior"], found.values["dimensions"])
 
-    def image_bits(self, networks: Networks, finite_k: int | None = None) -> PerImage:
+    def image_bits(self, networks: Networks, finite_k: int | None = None, clips: bool = False) -> PerImage:
         """The bound of every image in bits per dimension, for each seed."""
-        found = [self.elbo(bound(self.scale, network, finite_k)) for network in networks]
+        found = [self.elbo(bound(self.scale, network, finite_k, clips)) for network in networks]
         return np.stack([elbo.nats.numpy() / (elbo.n * math.log(2)) for elbo in found])
 
     def bits_difference(self, a: Networks, b: Networks, finite_k: int | None = None) -> Estimate:

@@ -22,8 +22,8 @@ class StudyOptions:
     """Reproduce a table or figure of the paper: train, measure, draw, and state whether the paper's claim holds.
 
     The studies are comparison, architecture, fid-convergence, elbo-convergence, importance-sampling, proposal,
-    initial-precision, finite-k, noise-levels, illustration, samples, disentangle, parametrization and weighting; `all` is all of them.
-    Studies share networks and measurements. The same command resumes an interrupted study.
+    initial-precision, finite-k, noise-levels, illustration, samples, disentangle, parametrization and weighting; `all`
+    is all of them. Studies share networks and measurements. The same command resumes an interrupted study.
     """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
@@ -32,8 +32,8 @@ class StudyOptions:
     """smoke: digits on a CPU in minutes; mini: CIFAR-10 on one GPU; medium: the two comparisons with ten GPU minutes
     for each network; paper: the paper's settings."""
     seeds: Annotated[int | None, Within(1, 1000)] = None
-    """Number of seeds for the networks of comparison, architecture, disentangle, initial-precision, parametrization, weighting and
-    finite-k, instead of the scale's own one to three. Finished networks are kept."""
+    """Number of seeds for the networks of comparison, architecture, disentangle, initial-precision, parametrization,
+    weighting and finite-k, instead of the scale's own one to three. Finished networks are kept."""
     out: Path = Path("runs/studies")  # The folder of networks, measurements and results.
     plan: bool = False  # Print the jobs with their estimated minutes, or with the results of finished ones, and stop.
     minutes: float | None = None  # Stop after this time: save and exit with code 75. The same command resumes.

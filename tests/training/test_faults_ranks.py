@@ -185,45 +185,12 @@ def test_ranks_of_srun_connect_by_slurms_variables(base: Path, chains: Chains) -
     assert fingerprint(base / "srun") == fingerprint(base / "two")
 
 
-WITH_TENSORBOARD = """
-import os, sys, types
-from pathlib import Path
-
-class Writer:
-    def __init__(self, folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.file = open(Path(folder) / f"rank-{os.environ['RANK']}", "w")
-
-    def add_scalar(self, name, value, step):
-        print(name, step, file=self.file)
-
-    def flush(self):
-        self.file.flush()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
-
-sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Writer)
-from bsi.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
 def test_only_the_first_rank_writes_for_tensorboard(base: Path) -> None:
-    """With a stand-in for its writer, which makes its file as soon as it is made itself."""
-    launch = base / "with_tensorboard.py"
-    launch.write_text(WITH_TENSORBOARD)
-    ended = torchrun(Entry(base / "board", ["--track", "tensorboard"], ranks=2), base / "board-marks", launch=launch)
+    pytest.importorskip("tensorboard", reason="the extra")
+    ended = torchrun(Entry(base / "board", ["--track", "tensorboard"], ranks=2), base / "board-marks")
     assert ended.codes == [0], ended.stderr
-    assert [path.name for path in (base / "board" / "tensorboard").iterdir()] == ["rank-0"]
-    lines = (base / "board" / "tensorboard" / "rank-0").read_text().splitlines()
-    assert [line for line in lines if line.startswith("train/loss ")] == [
-        f"train/loss {step}" for step in range(4, 25, 4)
-    ]
+    assert len([*(base / "board" / "tensorboard").iterdir()]) == 1
 
 
 def still_training(run: Path) -> list[str]:

@@ -93,6 +93,8 @@ class RunFolder:
             raise UsageError(f"cannot make the run folder {self.path}: {error.strerror}. Use another --out.") from error
         for parent, folders, files in os.walk(self.path):
             check_inside(self.path, *(Path(parent, name) for name in (*folders, *files)))
+            if parent == str(self.path) and "wandb" in folders:
+                folders.remove("wandb")  # Weights & Biases links to its own log files, which are not ours to write
         try:
             yield
         finally:

@@ -118,12 +118,18 @@ def plan_text(planned: Sequence[Planned], store: Store) -> str:
 
 
 def train_command(recipe: Recipe, store: Store) -> str:
-    """`bsi train` with every setting that differs from the recipe of that name."""
+    """`bsi train` with every setting that differs from the recipe of that name with --steps."""
     method = next(name for name, spec in METHODS.items() if isinstance(recipe.method, spec))
-    found = changes(named_recipe(recipe.name, method), recipe)
-    options = [f"--{change.name.replace('_', '-')} {change.after}" for change in found]
+    found = changes(named_recipe(recipe.name, method).shortened(recipe.steps), recipe)
+    options = [_option(change.name.replace("_", "-"), change.after) for change in found]
     words = ["torchrun --nproc-per-node 4 -m bsi train", recipe.name, "--method", method, *options]
     return " ".join([*words, "--out", str(store.network(recipe))])
+
+
+def _option(name: str, value: object) -> str:
+    """A setting on the command line. A switch has no value: --a.b, or --a.no-b."""
+    group, dot, last = name.rpartition(".")
+    return f"--{name} {value}" if not isinstance(value, bool) else f"--{group}{dot}{'' if value else 'no-'}{last}"
 
 
 def run(

@@ -56,11 +56,15 @@ class Data:
     """Train with the data's labels, so that samples of a class can be drawn."""
     unlabeled: float = 0.1
     """With labels, the share of samples whose label is hidden: bounds and guidance need unconditional predictions."""
+    windows: bool = False
+    """Begin a sample at any symbol of a text, not at multiples of its length. For data whose samples, of shape
+    (length,), are consecutive pieces of one series."""
     workers: int = 0
     """Threads that fetch the samples of a Dataset; the order does not depend on their number."""
 
     def __post_init__(self) -> None:
         _at_least(self, "data.", workers=0)
+        _require("data.windows", self.windows, not (self.windows and self.labels), "off for data with labels")
         _require("data.unlabeled", self.unlabeled, 0 < self.unlabeled < 1, "between 0 and 1")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bsi.data import batches
-from bsi.data.batches import ResidentSource, ahead, as_source, flip
+from bsi.data.batches import ResidentSource, ahead, as_source, flip, windows
 from bsi.errors import DataError, UsageError
 from bsi.recipes import digits
 from bsi.rng import coins, sample_ids
@@ -203,3 +203,15 @@ def test_samples_of_different_shapes_or_types_are_rejected_by_number(odd: torch.
     assert source.take(np.array([2, 0])).shape == (2, 4)
     with pytest.raises(DataError, match=r"samples of Ragged differ: 1 is .* of shape \(4,\), 3 is .*__getitem__"):
         source.take(np.array([1, 0, 3]))
+
+
+def test_windows_are_all_pieces_of_the_series_of_any_source():
+    rows = torch.arange(12).reshape(3, 4)
+    series, ids = rows.flatten(), np.array([8, 0, 3])
+    for data in (rows, rows.numpy()):
+        source = windows(as_source(data))
+        assert len(source) == 9
+        assert torch.equal(source.take(ids), torch.stack([series[i : i + 4] for i in ids]))
+    for other in (torch.zeros(3, 2, 4), Pairs(rows)):
+        with pytest.raises(UsageError, match="windows"):
+            windows(as_source(other))

@@ -118,6 +118,17 @@ class MapSource:
         return item
 
 
+def windows(source: BatchSource) -> BatchSource:
+    """Every piece of one series, at any offset, from a source of consecutive pieces of shape (length,). No copy."""
+    if isinstance(source, ResidentSource) and source.data.ndim == 2:
+        return ResidentSource(source.data.reshape(-1).unfold(0, source.data.shape[1], 1))
+    if isinstance(source, MappedSource) and source.array.ndim == 2:
+        series, length = source.array.reshape(-1), source.array.shape[1]
+        return MappedSource(np.lib.stride_tricks.sliding_window_view(series, length), source.device)
+    got = f"{type(source).__name__} of {tuple(source.take(np.zeros(1, np.int64)).shape[1:])}"
+    raise UsageError(f"windows need an array of samples of shape (length,), got {got}. Set data.windows to False.")
+
+
 def _tensor(rows: Shaped[np.ndarray, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """A tensor of writable rows; unsigned 16-bit integers, with which torch computes little, become 32-bit ones."""
     return torch.from_numpy(rows.astype(np.int32) if rows.dtype == np.uint16 else rows)

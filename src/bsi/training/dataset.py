@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from bsi.data.batches import BatchSource, as_source
+from bsi.data.batches import BatchSource, as_source, windows
 from bsi.data.store import open_for_run
 from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
@@ -89,6 +89,7 @@ def open_training_data(
     if names and count > len(names):
         raise DataError(f"{name} has {count} classes, and names for {len(names)}. Prepare it again.")
     version = version or _version(data, train, known)
+    train = windows(train) if recipe.data.windows else train
     spec = DataSpec(name, version, len(train), shape, kind, len(names) or count, names)
     tested = None
     if test is not None:

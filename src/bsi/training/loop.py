@@ -163,7 +163,7 @@ class Loop:
             self._record("evaluate", {**found.record(), "error": found.monte_carlo_error})
             if self.world.first:
                 progress.log(f"step {step}: test {found}")
-                if step == recipe.steps and (text := _baselines(self.data, self.data.test, found)):
+                if step == recipe.steps and (text := self._baselines(self.data.test, found)):
                     progress.log(f"for comparison, the same samples: {text}")
         self.watchdog.at(step, "evaluate")
         if "sample" in due and self.world.first:
@@ -171,6 +171,14 @@ class Loop:
             path = draw_samples(model, recipe, self.folder.path / "samples" / f"step-{step:08d}")
             self._record("sample", {"file": f"samples/{path.name}"})
         self.pending = False
+
+    def _baselines(self, test: BatchSource, found: Elbo) -> str:
+        """The baselines of the random subset of test samples that was evaluated."""
+        train, spec = self.data.train, self.data.spec
+        apart = spec.shape[0] if self.recipe.data.windows else 1  # of samples that do not overlap
+        known = train.take(apart * subset(len(train) // apart, MOST_TRAIN))
+        tested = test.take(subset(len(test), len(found.nats)))
+        return baselines_text(baselines(known.cpu().numpy(), tested.cpu().numpy(), spec.kind), found.binned)
 
     def _save(self) -> None:
         """Pass the state to the saver, on the first rank."""
@@ -228,13 +236,6 @@ class Loop:
             f"saved, and {self.folder.path / name} lists its samples, levels and seed. Lower --optimizer.lr, or check "
             f"the data."
         )
-
-
-def _baselines(data: TrainingData, test: BatchSource, found: Elbo) -> str:
-    """The baselines of the random subset of test samples that was evaluated."""
-    sets = ((data.train, MOST_TRAIN), (test, len(found.nats)))
-    train, tested = (source.take(subset(len(source), count)).cpu().numpy() for source, count in sets)
-    return baselines_text(baselines(train, tested, data.spec.kind), found.binned)
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:

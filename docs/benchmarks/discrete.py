@@ -22,9 +22,10 @@ comparable up to what the choice of the draw changes. The last 10,000 training i
 on all 60,000. The unit is nats per image.
 
 `--seconds` is the time of one training run: the steps follow from the measured rate, unless --steps is given. `final`
-interrupts itself after `--stop` seconds, and the same command resumes. `compare` trains with c > 0 (BSI) and with
-c = 0 (gamma_0 = inf, the first belief of BFN), three seeds each. The two runs of a seed differ in nothing else: they
-share the levels, the initial weights, the order of the data and the noise. The difference has the error of the seeds.
+interrupts itself after `--stop` seconds, and the same command resumes; or another run starts with its weights, by --save
+and --start. `compare` trains with c > 0 (BSI) and with c = 0 (gamma_0 = inf, the first belief of BFN), three seeds each.
+The two runs of a seed differ in nothing else: they share the levels, the initial weights, the order of the data and the
+noise. The difference has the error of the seeds.
 """
 
 import argparse
@@ -39,9 +40,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load
+from safetensors.torch import save as to_bytes
 
 import bsi
-from bsi.backbones import Backbone, accelerate, compute_dtype
+from bsi.backbones import Backbone, accelerate, build, compute_dtype
 from bsi.backbones.config import DiTConfig, UNetConfig
 from bsi.data.baselines import baselines
 from bsi.data.store import SPLITS, open_dataset
@@ -51,6 +54,7 @@ from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe
 
 BEGAN = time.perf_counter()
 PROBE = 60  # steps that measure the rate
+PIECE = 15 << 20  # bytes of a file
 
 
 def report(**values: Any) -> None:
@@ -147,16 +151,38 @@ def prepare_mnist(out: Path) -> None:
     report(version=dataset.version, options=dict(dataset.manifest.options), mean=float(rows["train"].mean()))
 
 
-def train(task: Task, recipe: Recipe, out: Path, data: np.ndarray, test: np.ndarray | None, stop: float) -> bsi.Run:
-    """Train, or resume, and report the journal. Raises Preempted `stop` seconds after the start of the program."""
+def train(
+    task: Task, recipe: Recipe, out: Path, data: np.ndarray, test: np.ndarray | None = None, stop: float = math.inf,
+    start: Path | None = None,
+) -> bsi.Run:  # fmt: skip
+    """Train, or resume, and report the journal. Raises Preempted `stop` seconds after the start of the program.
+
+    `start` holds weights that `save` wrote, of the same network.
+    """
+    network = None
+    if start is not None:
+        network = build(recipe.backbone, task.kind.latent_shape(data.shape[1:]))
+        pieces = b"".join(piece.read_bytes() for piece in sorted(start.glob("weights.*")))
+        network.load_state_dict({name: value.float() for name, value in load(pieces).items()})
 
     def sink(record: dict[str, Any]) -> None:
         figures = {key: round(record[key], 4) for key in ("bits_per_dim", "error", "images_per_s") if key in record}
-        report(run=out.name, event=record["event"], step=record["step"], **figures)
+        if record["event"] != "train" or record["step"] % max(1, recipe.steps // 20) < recipe.every.journal:
+            report(run=out.name, event=record["event"], step=record["step"], **figures)
         if time.perf_counter() - BEGAN > stop and record["step"] < recipe.steps:
             signal.raise_signal(signal.SIGTERM)
 
-    return bsi.train(recipe, data, out=out, test=test, kind=task.kind, sinks=[sink])
+    return bsi.train(recipe, data, network, out, test=test, kind=task.kind, sinks=[sink])
+
+
+def save(run: bsi.Run, folder: Path) -> None:
+    """The average of the weights in bfloat16, in pieces of at most 15 MiB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = run.model().denoiser.backbone.state_dict()
+    content = to_bytes({name: value.bfloat16().contiguous() for name, value in state.items()})
+    for i in range(0, len(content), PIECE):
+        (folder / f"weights.{i // PIECE:02d}").write_bytes(content[i : i + PIECE])
+    report(saved=str(folder), bytes=len(content))
 
 
 def candidate(task: Task, name: str, out: Path, args: argparse.Namespace) -> Recipe:
@@ -174,7 +200,7 @@ def candidate(task: Task, name: str, out: Path, args: argparse.Namespace) -> Rec
     return replace(
         recipe, steps=steps, optimizer=replace(recipe.optimizer, warmup=warmup),
         ema=Ema(beta=min(0.9995, max(0.0, 1 - 20 / steps)), start=warmup),
-        every=Every(journal=max(1, steps // 20), evaluate=max(1, steps // 5), sample=0, checkpoint=max(1, steps // 4)),
+        every=Every(journal=max(1, steps // 100), evaluate=max(1, steps // 5), sample=0, checkpoint=max(1, steps // 4)),
     )  # fmt: skip
 
 
@@ -194,7 +220,7 @@ def search(task: Task, args: argparse.Namespace) -> None:
     found = {}
     for name in args.only or task.candidates:
         recipe = candidate(task, name, args.out, args)
-        run = train(task, recipe, args.out / f"{recipe.name}-search-{name}", task.rest, task.validation, math.inf)
+        run = train(task, recipe, args.out / f"{recipe.name}-search-{name}", task.rest, task.validation)
         _, elbo = evaluated(run, task.validation[: args.most], args.measure)
         _, seen = evaluated(run, task.rest[: len(task.validation)][: args.most], args.measure)
         found[name] = elbo.bits_per_dim
@@ -206,7 +232,14 @@ def search(task: Task, args: argparse.Namespace) -> None:
 def final(task: Task, args: argparse.Namespace) -> None:
     recipe = candidate(task, args.choice or next(iter(task.candidates)), args.out, args)
     recipe = replace(recipe, seed=args.seed, every=replace(recipe.every, evaluate=0))
-    run = train(task, recipe, args.out / f"{recipe.name}-final", task.train, None, args.stop)
+    if args.lr is not None:
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=args.lr))
+    out = args.out / f"{recipe.name}-final"
+    try:
+        run = train(task, recipe, out, task.train, stop=args.stop, start=args.start)
+    finally:
+        if args.save is not None and out.exists():
+            save(bsi.Run(out), args.save)
     model, elbo = evaluated(run, task.test[: args.most], args.measure)
     report(part="test", candidate=args.choice, **task.figures(elbo), terms=elbo.record())
     _, seen = evaluated(run, task.train[: len(task.test)][: args.most], args.measure)
@@ -222,7 +255,7 @@ def compare(task: Task, args: argparse.Namespace) -> None:
         nats = {}
         for name, gamma_0 in (("c > 0", recipe.method.gamma_0), ("c = 0", math.inf)):
             own = replace(recipe, method=replace(recipe.method, gamma_0=gamma_0), seed=seed)
-            run = train(task, own, args.out / f"{recipe.name}-gamma-{gamma_0:g}-{seed}", task.train, None, math.inf)
+            run = train(task, own, args.out / f"{recipe.name}-gamma-{gamma_0:g}-{seed}", task.train)
             _, elbo = evaluated(run, task.test[: args.most], args.measure)
             nats[name] = float(elbo.nats.mean()) / (1 if task.test.ndim > 2 else elbo.n * math.log(2))
             report(method=name, seed=seed, **task.figures(elbo))
@@ -240,7 +273,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stop", type=float, default=math.inf)
-    parser.add_argument("--choice")
+    parser.add_argument("--choice", help="the candidate of final and compare; default: the first")
+    parser.add_argument("--lr", type=float, help="final: another learning rate")
+    parser.add_argument("--save", type=Path, help="final: a folder for the weights, in pieces")
+    parser.add_argument("--start", type=Path, help="final: such a folder, whose weights are the initialization")
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)

@@ -22,10 +22,10 @@ comparable up to what the choice of the draw changes. The last 10,000 training i
 on all 60,000. The unit is nats per image.
 
 `--seconds` is the time of one training run: the steps follow from the measured rate, unless --steps is given. `final`
-interrupts itself after `--stop` seconds, and the same command resumes; or another run starts with its weights, by --save
-and --start. `compare` trains with c > 0 (BSI) and with c = 0 (gamma_0 = inf, the first belief of BFN), three seeds each.
-The two runs of a seed differ in nothing else: they share the levels, the initial weights, the order of the data and the
-noise. The difference has the error of the seeds.
+interrupts itself after `--stop` seconds, and the same command resumes; or another run starts with its weights (--save,
+--start). `compare` trains with c > 0 (BSI) and with c = 0 (gamma_0 = inf, the first belief of BFN), three seeds
+each. The two runs of a seed differ in nothing else: they share the levels, the initial weights, the order of the data
+and the noise. The difference has the error of the seeds.
 """
 
 import argparse

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bsi
+from bsi.data.batches import as_source
 from bsi.errors import DataError, UsageError
 from bsi.oracle import Mixture
 from bsi.recipe import Every
@@ -104,6 +105,13 @@ def test_rounded_values_give_a_warning_that_there_is_no_density(step: float, las
         warnings.simplefilter("error")
         model.elbo(x)
         continuous(bsi.BSI(alpha_M=0.1 / step**2), data=bsi.Standardize(0.0, 1.0)).elbo((x / step).round() * step)
+
+
+def test_stored_samples_are_said_to_have_no_density_once() -> None:
+    """They are read in batches, and each batch has other values."""
+    with pytest.warns(UserWarning, match="repeated") as warned:
+        continuous(bsi.BSI()).elbo(as_source((4 * normal(512, 4)).round()), batch_size=64)
+    assert len(warned) == 1
 
 
 def test_values_below_the_smallest_normal_number_are_coarser_than_others() -> None:

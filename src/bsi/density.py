@@ -139,8 +139,8 @@ class Density(nn.Module):
             check_finite(data)
         self.kind.check(data)
 
-    def check_density(self, data: Tensor) -> None:
-        """Raise if continuous data is too coarse for a density, or warn: see `bsi.methods.check_resolution`."""
+    def check_density(self, data: Tensor, warn: bool = True) -> None:
+        """Raise if continuous data is too coarse for a density, see `bsi.methods.check_resolution`, or warn."""
         if not isinstance(self.kind, Standardize) or not data.is_floating_point():
             return
         # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
@@ -148,9 +148,10 @@ class Density(nn.Module):
         coarse = dtype.eps * data.abs().amax(0, keepdim=True).double().clamp(min=dtype.smallest_normal)
         stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
         check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
-        std = torch.as_tensor(self.kind.std, dtype=torch.float64, device=data.device)
-        noise = last_noise(self.method) * std
-        _warn_discrete(data, noise if data.ndim == 2 else noise.max())
+        if warn:
+            std = torch.as_tensor(self.kind.std, dtype=torch.float64, device=data.device)
+            noise = last_noise(self.method) * std
+            _warn_discrete(data, noise if data.ndim == 2 else noise.max())
 
     # ---- Loss and predictions ----------------------------------------------------------------------------------------
 
@@ -344,12 +345,17 @@ class Density(nn.Module):
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
+        if not isinstance(data, Tensor):  # a warning about the first samples is not repeated for each batch
+            self.check_density(data.take(chosen[: SEARCHED_ROWS if len(self.shape) == 1 else ROUNDED_ROWS].numpy()))
 
         def x(places: Rows) -> Data:
             rows = chosen[places.cpu()]
             if isinstance(data, Tensor):
                 return self.values(_rows_of(data, rows, self.device))
-            return self.values(self._checked(data.take(rows.numpy()))).to(self.device)
+            batch = data.take(rows.numpy())
+            self.check(batch)
+            self.check_density(batch, warn=False)
+            return self.values(batch).to(self.device)
 
         def predict(places: Rows) -> Predictor:
             return self._given(cond, chosen[places.cpu()])

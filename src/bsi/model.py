@@ -363,8 +363,9 @@ class Model(Density):
         """Load a model onto the CPU, in evaluation mode. Files hold weights and a description, and no code.
 
         Args:
-            source: The name of a bundled network (`digits`), a folder of `save_pretrained`, a run folder, an exported
-                file, or a repository of the Hugging Face hub, `USER/NAME`, that `push_to_hub` made.
+            source: The name of an installed network (`digits`; `cifar10` and `cifar10-classes` with the extra
+                `networks`), a folder of `save_pretrained`, a run folder, an exported file, or a repository of the
+                Hugging Face hub, `USER/NAME`, that `push_to_hub` made.
             backbone: Your own network, if the model has one.
             revision: A branch, tag or commit of a hub repository.
 

@@ -186,7 +186,10 @@ class Every:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The bound of `images` random test samples under the EMA, with `measure` levels and `recon` reconstructions."""
+    """The bound of `images` random test samples under the EMA, with `measure` levels and `recon` reconstructions.
+
+    If there are fewer test samples, each has proportionally more levels and reconstructions.
+    """
 
     images: int = 1024
     measure: int = 2

@@ -213,6 +213,13 @@ def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path
     assert Folder(tmp_path).plan().shape == (3, 64, 64), "images of several sizes have none of their own"
 
 
+def test_the_size_of_odd_images_is_one_that_the_networks_take(tmp_path: Path) -> None:
+    for i in range(4):
+        Image.fromarray(noise(i, 37, 45)).save(tmp_path / f"{i}.png")
+    assert Folder(tmp_path).plan().shape == (3, 36, 36)
+    assert Folder(tmp_path, size=37).plan().shape == (3, 37, 37)
+
+
 def test_sound_is_restored_from_the_indices_of_its_pieces(tmp_path: Path) -> None:
     folder = tmp_path / "sound"
     folder.mkdir()

@@ -240,13 +240,25 @@ def test_bounds_during_training_have_a_standard_error() -> None:
     assert sum(abs(each.bits_per_dim - mean) > 4 * each.monte_carlo_error for each in found) < 3
 
 
+def test_a_small_test_set_is_evaluated_at_more_levels() -> None:
+    """Its Monte Carlo error is then that of a larger one."""
+    world, model = World(Place(), torch.device("cpu")), bsi.Model(MyNet(), bsi.BSI(), (1, 4, 4), data=bsi.Bins.uint8())
+    small, sets = recipe(evaluation=Evaluation(images=40, measure=2, recon=2)), []
+    for count in (40, 10):
+        test = open_training_data(recipe(), world.device, IMAGES, IMAGES[:count]).test
+        assert test is not None
+        sets.append(bound(model, test, small, world, StopFlag()))
+    assert [len(found.nats) for found in sets] == [40, 10]
+    assert sets[0].evaluations == sets[1].evaluations
+
+
 def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Path, capsys) -> None:
     """It is not to be compared with the bound beside it; and vectors are no images."""
     vectors = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     small = recipe(steps=1, backbone=MLPConfig(width=16, depth=1))
     bsi.train(small, data=vectors, out=tmp_path / "vectors")
     said = capsys.readouterr().err
-    assert re.search(r"measurement term [\d.]+ bits/dim · [\d.e+]+ samples/s", said)
+    assert re.search(r"measurement term [\d.]+ nats/dim · [\d.e+]+ samples/s", said)
     assert "loss" not in said
     assert "images" not in said
     assert "saved" not in said, "at the only step nothing was, yet"

@@ -74,7 +74,7 @@ class DiTConfig:
         """Raise UsageError for data that this network cannot take."""
         _check_space("a DiT", shape)
         if any(size % self.patch for size in shape[1:]):
-            fix = f"Use a patch that divides {math.gcd(*shape[1:])}, or crop or pad the data."
+            fix = f"Use a patch that divides {math.gcd(*shape[1:])}, or another size of the data (`bsi data --size`)."
             raise UsageError(f"the patch must divide all spatial sizes, got {shape[1:]} and patch {self.patch}. {fix}")
         least = 2 * (len(shape) - 1)
         if self.width < least:
@@ -123,7 +123,7 @@ class UNetConfig:
         factor = 2 ** len(self.coarser)
         if any(size % factor for size in shape[1:]):
             need = f"{len(self.widths)} resolutions need every spatial size to be a multiple of {factor}"
-            raise UsageError(f"{need}, got {shape[1:]}. Use fewer resolutions, or crop or pad the data.")
+            raise UsageError(f"{need}, got {shape[1:]}. Use fewer, or another size of the data (`bsi data --size`).")
 
     def pixels(self, shape: Shape) -> list[int]:
         """The number of pixels at each resolution."""

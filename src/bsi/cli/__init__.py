@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from typing import NamedTuple
 
 from bsi import __version__
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     _prepare_streams()
     words = [word for word in argv if word != "--debug"]
     command = " ".join(["bsi", *words[:1]])
+    warnings.formatwarning = lambda text, *_: f"{command}: warning: {text}\n"  # without a line of the source
     try:
         try:
             return _run(words)

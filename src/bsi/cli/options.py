@@ -42,7 +42,7 @@ class Within:
 
 
 # Options of several commands.
-RUN_HELP = "A run folder, a file that `bsi export` wrote, or the name of a bundled network: digits."
+RUN_HELP = "A run folder, a file that `bsi export` wrote, or the name of an installed network: digits."
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help=RUN_HELP)]
 Count = Annotated[int, Within(1)]
 BatchSize = Annotated[int, Within(1), tyro.conf.arg(help="Samples per batch.")]

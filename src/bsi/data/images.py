@@ -34,6 +34,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_PIXELS = 1 << 26
 DEFAULT_SIZE = 64
+DIVISOR = 4  # of default sizes, for a U-Net at three resolutions
 GRAY = ("1", "L", "LA")  # modes
 HUB_SURVEYED = 256  # images of each part that are decoded to choose size and channels
 
@@ -135,12 +136,14 @@ class ImageOptions:
         """The plan of images whose size and channels, if they are not given, are chosen by modes, widths and heights.
 
         Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all
-        of them and at most 64; otherwise it is 64.
+        of them and at most 64, less up to three pixels: the networks of the recipes need a multiple of 4. Otherwise it
+        is 64.
         """
         size, channels, notes = self.size, self.channels, []
         if size is None:
             sides = {min(width, height) for _, width, height in headers}
             size = min(*sides, DEFAULT_SIZE) if len(sides) == 1 else DEFAULT_SIZE
+            size = size - size % DIVISOR or size
             notes.append(f"--size was not given: images are stored as {size} x {size} pixels")
         if wide := sum(count for (_, width, height), count in headers.items() if width != height):
             notes.append(f"{wide} of {headers.total()} images are not square: their largest centered square is used")

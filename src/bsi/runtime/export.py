@@ -18,6 +18,7 @@ A model can also be a folder, which `bsi.load` opens like a run and which the Hu
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import math
 import re
@@ -56,6 +57,8 @@ EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub
 METADATA = "bsi"
 BUNDLED = {"digits": Path(__file__).parents[1] / "pretrained" / "digits.safetensors"}  # `bsi.load("digits")`
+PACKAGE = "bsi_networks"  # the package of the extra `networks`: a folder for each network
+INSTALLABLE = ("cifar10", "cifar10-classes")  # what it holds
 LARGEST_SAMPLE = 2**31  # largest number of values in one sample
 SHOWN = 7  # differences in a message of at most ten lines
 MOST_SUGGESTED = 3
@@ -255,7 +258,7 @@ def load(
     """Load a model onto the CPU, in evaluation mode.
 
     Args:
-        path: A run, its folder, an exported file, or the name of a bundled network (`digits`).
+        path: A run, its folder, an exported file, or the name of an installed network (`digits`).
         ema: Load the moving average; otherwise the weights themselves.
         backbone: Your own network, if the run was trained with one.
         step: The step of the checkpoint. By default the latest.
@@ -285,10 +288,17 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
     return model.eval()
 
 
+def installed() -> dict[str, Path]:
+    """The installed networks by name: of this package, and of `bsi_networks`, which is not imported."""
+    package = importlib.util.find_spec(PACKAGE)
+    places = (package.submodule_search_locations or []) if package is not None else []
+    return BUNDLED | {file.parent.name: file.parent for at in places for file in Path(at).glob(f"*/{MODEL_FILE}")}
+
+
 def find_bundled(path: Path) -> Path:
-    """The file of a bundled network by its name, or the path as it is. A file or folder of that name comes first."""
+    """The file or folder of an installed network by its name, or the path as it is, which comes first if it exists."""
     path = path.expanduser()
-    return path if path.exists() else BUNDLED.get(str(path), path)
+    return path if path.exists() else installed().get(str(path), path)
 
 
 def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Trained:
@@ -306,12 +316,14 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
             if found.folder.exists():
                 raise
             # A running training has deleted this checkpoint, and has a newer one.
-    near = {found.name: found for found in _trained_in(path.parent)}
-    near |= {name: Path(name) for name in BUNDLED if path.name == str(path)}
+    if str(path) in INSTALLABLE and not path.exists():
+        raise UsageError(f"the network {path} is not installed. Run: pip install --upgrade 'bsi[networks]'")
+    near, names = {found.name: found for found in _trained_in(path.parent)}, installed()
+    near |= {name: Path(name) for name in (*names, *INSTALLABLE) if path.name == str(path)}
     close = [near[name] for name in difflib.get_close_matches(path.name, near, n=1)]
     meant = " or ".join(map(str, _trained_in(path)[:MOST_SUGGESTED] or close))
-    hint = f"Did you mean {meant}?" if meant else f"`bsi train` makes one; {', '.join(BUNDLED)} comes with the package."
-    if str(path) in BUNDLED:
+    hint = f"Did you mean {meant}?" if meant else f"`bsi train` makes one; installed is {', '.join(names)}."
+    if str(path) in names:
         hint = "It hides the bundled network of that name: rename it, or run in another folder."
     raise UsageError(f"{path} is neither a run folder with a checkpoint nor an exported file. {hint}")
 

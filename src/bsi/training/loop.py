@@ -141,12 +141,14 @@ class Loop:
             "grad_norm": means.grad_norm, "images_per_s": rate, "checkpoint_age_s": age_s,
         })  # fmt: skip
         # For discrete data the loss is most of the bound; for continuous data the two are not comparable.
-        what = "measurement term" if isinstance(kind, Standardize) else "loss"
+        shown = f"loss {bits:.3f} bits/{kind.element}"
+        if isinstance(kind, Standardize):
+            shown = f"measurement term {bits * math.log(2):.3f} nats/{kind.element}"
         rounds = "" if k is None else f" in {k} rounds"
         each = "images" if len(self.data.spec.shape) == 3 else "samples"
         saved = self.saver.has_saved and step < self.recipe.steps
         age = f" · saved {readable_seconds(age_s)} ago" if saved else ""
-        self.progress.note = f"{what} {bits:.3f} bits/{kind.element}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{age}"
+        self.progress.note = f"{shown}{rounds} · {rate:.4g} {each}/s · lr {lr:.1e}{age}"
 
     def _observe(self) -> None:
         """Evaluate and draw samples if they are due."""
@@ -251,7 +253,9 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: S
 
     wanted = recipe.evaluation
     ids = subset(len(test), wanted.images)
-    estimator = Estimator(wanted.measure, wanted.recon, seed=derive(recipe.seed, "evaluate"), batch_size=wanted.batch)
+    more = wanted.images // len(ids)  # a smaller test set has the same number of evaluations
+    measure, recon = more * wanted.measure, more * wanted.recon
+    estimator = Estimator(measure, recon, seed=derive(recipe.seed, "evaluate"), batch_size=wanted.batch)
     with model.evaluating():
         return estimate(model.on(test, ids=ids), estimator, world, poll=poll)
 

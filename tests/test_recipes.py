@@ -12,7 +12,7 @@ import pytest
 import bsi
 from bsi import recipes
 from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
-from bsi.cli.train import parse
+from bsi.cli.training import parse
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM, check_last_level
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe, changes, flat, from_plain, kinds, to_plain
@@ -180,7 +180,7 @@ def test_a_near_name_is_suggested() -> None:
 
 
 def test_recipes_need_no_torch() -> None:
-    code = "import sys, bsi.recipes, bsi.cli.train; bsi.cli.train.parse(['digits']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from bsi.cli.training import parse; parse(['digits']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -93,7 +93,7 @@ class OneRank:
 
 
 @runtime_checkable
-class Samples(Protocol):
+class SampleSource(Protocol):
     """A data set that is read by index, such as a `bsi.data.batches.BatchSource`."""
 
     def __len__(self) -> int: ...

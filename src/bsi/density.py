@@ -18,7 +18,7 @@ from jaxtyping import Float, Float64, Integer
 from torch import Tensor, nn
 
 from bsi import flow
-from bsi.bound import EvaluatedModel, Samples, estimate
+from bsi.bound import EvaluatedModel, SampleSource, estimate
 from bsi.denoiser import Condition, Denoiser, check_condition
 from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import UsageError
@@ -208,7 +208,7 @@ class Density(nn.Module):
 
     def elbo(
         self,
-        data: Array | Samples,
+        data: Array | SampleSource,
         cond: Condition | None = None,
         measure: int = 5,
         recon: int = 2,
@@ -335,12 +335,12 @@ class Density(nn.Module):
         return self.variances.get(kind)
 
     def on(
-        self, data: Array | Samples, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None
+        self, data: Array | SampleSource, cond: Condition | None = None, ids: Sequence[int] | np.ndarray | None = None
     ) -> EvaluatedModel:
         """The argument of `bsi.bound.estimate`: this model, in evaluation mode, on samples, by default on all."""
         self.check_denoiser()
         check_condition(cond, len(data))
-        if isinstance(data, Tensor | np.ndarray) or not isinstance(data, Samples):  # arrays have its methods too
+        if isinstance(data, Tensor | np.ndarray) or not isinstance(data, SampleSource):  # arrays have its methods too
             data = self._checked(as_tensor(data))
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:

@@ -15,7 +15,7 @@ from bsi import BSI, recipes, train
 from bsi.app.workbench import Request, Workbench, open_workbench
 from bsi.backbones import MLPConfig
 from bsi.data.arrays import Text
-from bsi.data.prepare import Plan, prepare
+from bsi.data.prepare import Preparation, prepare
 from bsi.data.published import Binary
 from bsi.errors import UsageError
 from bsi.recipe import Data
@@ -29,7 +29,7 @@ PLAIN = np.array([255, 255, 255])
 CERTAIN = np.array([37, 102, 173])
 
 
-def bench_of(plan: Plan, folder: Path) -> Workbench:
+def bench_of(plan: Preparation, folder: Path) -> Workbench:
     """A tiny network, trained for a few steps."""
     prepare(plan, folder / "data")
     small = replace(

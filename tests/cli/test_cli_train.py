@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bsi.cli import main
-from bsi.cli.train import parse
+from bsi.cli.training import parse
 from bsi.methods import BFN, VDM
 from bsi.recipes import RECIPES
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bsi.data.prepare import Plan
+from bsi.data.prepare import Preparation
 from bsi.data.published import BATCHES
 
 CORPUS = "Grüße, 世界! 🙂 one two three four five six seven eight nine ten.\n" * 40
 
 
-def rows(plan: Plan, start: int = 0) -> np.ndarray:
+def rows(plan: Preparation, start: int = 0) -> np.ndarray:
     """The rows of the items from `start` on, of both splits in order."""
     return np.concatenate([np.empty((0, *plan.shape), plan.dtype), *(block.rows for block in plan.blocks(start))])
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from bsi.data.arrays import Arrays, Text, Wav
 from bsi.data.images import Folder
-from bsi.data.prepare import Plan, prepare
+from bsi.data.prepare import Preparation, prepare
 from bsi.data.published import Binary, ImageNet32, Mnist
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
@@ -247,7 +247,7 @@ def test_arrays_of_integers_are_symbols(tmp_path: Path) -> None:
 # ---- Every source ----------------------------------------------------------------------------------------------------
 
 
-def plan_of(source: str, folder: Path) -> Plan:
+def plan_of(source: str, folder: Path) -> Preparation:
     """A plan of several blocks or parts, where a source has them."""
     if source == "arrays":
         return Arrays(saved(folder / "x.npy", np.arange(2_500_000.0)), test_fraction=0.3).plan()

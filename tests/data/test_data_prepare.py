@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bsi.data.arrays import Arrays
-from bsi.data.prepare import Block, Part, Plan, prepare
+from bsi.data.prepare import Block, Part, Preparation, prepare
 from bsi.data.store import DIGITS, MANIFEST, Dataset, open_dataset, prepared
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.values import Bins
@@ -26,7 +26,7 @@ def parts_of(blocks: Callable[[int], Iterator[Block]]) -> list[Part]:
     return [Part(BLOCKS * ROWS, blocks)]
 
 
-def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
+def plan(name: str = "noise", skip: int = 0, **changes: object) -> Preparation:
     """Twelve blocks of ten random images, one in three for testing."""
 
     def blocks(start: int) -> Iterator[Block]:
@@ -35,7 +35,7 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Plan:
             images = rng.integers(0, 256, (ROWS, 1, 4, 4), dtype=np.uint8)
             yield Block(images, number % 3 == 2, images[:, 0, 0, 0])
 
-    made = Plan(
+    made = Preparation(
         name=name,
         source="noise",
         shape=(1, 4, 4),

@@ -15,7 +15,7 @@ from bsi.cli.eval import audit_text
 from bsi.data import open_dataset
 from bsi.elbo import Estimator
 from bsi.errors import UsageError
-from bsi.evaluation.likelihoods import Comparison, rate_distortion
+from bsi.evaluation.likelihoods import OrderedPair, rate_distortion
 
 
 class Zero(nn.Module):
@@ -88,6 +88,6 @@ def test_an_audit_prints_all_likelihoods_and_their_order(capsys: pytest.CaptureF
     printed = audit_text(record)
     assert "another model" in printed
     assert printed.count("as it must be") == 2
-    wrong = Comparison("a code", "a bound", -0.1, 0.01)
+    wrong = OrderedPair("a code", "a bound", -0.1, 0.01)
     assert not wrong.holds
-    assert Comparison("a code", "a bound", -0.02, 0.01).holds
+    assert OrderedPair("a code", "a bound", -0.02, 0.01).holds

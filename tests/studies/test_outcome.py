@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bsi
-from bsi.cli.train import parse
+from bsi.cli.training import parse
 from bsi.denoiser import COEFFICIENTS
 from bsi.errors import UsageError
 from bsi.levels import LogUniform

@@ -82,7 +82,7 @@ def create_app(bench: Workbench, token: str, jobs: int = JOBS) -> Guard:
             return _error(429, f"{jobs} requests are in progress: try again in a moment.", {"Retry-After": "1"})
         try:
             body = await _body(request, bench.limits.body)
-            return Job(lines(bench.frames(Request.model_validate_json(body))), slots)
+            return RunResponse(lines(bench.frames(Request.model_validate_json(body))), slots)
         except BaseException:
             slots.release()
             raise
@@ -139,7 +139,7 @@ def lines(frames: Iterator[Frame]) -> Generator[bytes, None, None]:
         yield json.dumps({"error": str(error)}).encode() + b"\n"
 
 
-class Job(StreamingResponse):
+class RunResponse(StreamingResponse):
     """Lines, streamed as they are computed. Releases its slot when all are sent or the client has disconnected."""
 
     media_type = "application/x-ndjson"

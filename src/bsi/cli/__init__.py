@@ -34,8 +34,8 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("demo", "Demo", "train a small model on handwritten digits, on a CPU, and draw some"),
-    "train": Command("train", None, "train a recipe, or resume a run"),
-    "distill": Command("train", "Distill", "tune a trained network to draw samples in 1 to 4 evaluations"),
+    "train": Command("training", None, "train a recipe, or resume a run"),
+    "distill": Command("training", "Distill", "tune a trained network to draw samples in 1 to 4 evaluations"),
     "sample": Command("sample", "Sample", "draw samples from a trained model"),
     "eval": Command("eval", "Eval", "bits per dimension and sample quality, with standard errors"),
     "audit": Command("eval", "Audit", "all likelihoods of a model on the same samples, and their order"),

@@ -12,7 +12,7 @@ import tyro
 from PIL import Image
 
 from bsi import pictures
-from bsi.cli.options import Device, Json, Run, answer
+from bsi.cli.options import Device, Json, RunPath, answer
 from bsi.data import files, store
 from bsi.data.baselines import baselines
 from bsi.data.images import SUFFIXES, open_image
@@ -37,7 +37,7 @@ class Compress:
     machine with other predictions is detected before decoding. Use it for measurements and transfer, not for archives.
     """
 
-    run: Run
+    run: RunPath
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A prepared dataset by name or folder, a .npy array of bin indices, or a folder of images."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # The compressed file.
@@ -106,7 +106,7 @@ class Decompress:
     """Decompress a file that `bsi compress` wrote, with the model that compressed it."""
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]  # The compressed file.
-    run: Run
+    run: RunPath
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """A .npy file for the array of bin indices, or a folder for images (.png)."""
     lossy_steps: int | None = None

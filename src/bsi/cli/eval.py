@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from bsi.cli.options import BatchSize, Count, Device, Json, Precision, Run, Within, answer, logged_warnings, plus_minus
+from bsi.cli.options import (
+    BatchSize,
+    Count,
+    Device,
+    Json,
+    Precision,
+    RunPath,
+    Within,
+    answer,
+    logged_warnings,
+    plus_minus,
+)
 from bsi.cli.sample import all_labels
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import check_writable
@@ -21,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bsi.elbo import Elbo
-    from bsi.evaluation.runs import Run as EvaluatedRun
+    from bsi.evaluation.runs import EvaluatedRun
     from bsi.runtime.distributed import World
 
 # The evaluations that an option applies to; the other options apply to all of them.
@@ -255,7 +266,7 @@ class Audit:
     the order is wrong by more than three standard errors.
     """
 
-    run: Run
+    run: RunPath
     split: Literal["test", "train"] = "test"  # The samples to evaluate.
     limit: Count = 100  # The number of random samples.
     steps: Annotated[int, Within(1, 100_000)] = 64  # Steps of the finite bound and of the code.
@@ -339,7 +350,7 @@ class Fid:
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageSet:
     """A set of images that is read once, in batches, and the split and version of a prepared dataset."""
 
     name: str
@@ -360,7 +371,7 @@ class Images:
                     return
 
 
-def images(where: str, batch: int, num: int | None, stack: ExitStack) -> Images:
+def images(where: str, batch: int, num: int | None, stack: ExitStack) -> ImageSet:
     """The first `num` images of a file of arrays, a folder of images or a prepared dataset; `stack` closes files."""
     from bsi.data.files import open_arrays, walk
     from bsi.data.images import SUFFIXES
@@ -377,19 +388,19 @@ def images(where: str, batch: int, num: int | None, stack: ExitStack) -> Images:
             raise DataError(f"{path} holds {held}. Save only the images, or name them arr_0.")
         array = stack.enter_context(arrays[names[0]]())
         batches = array_batches(array.blocks(block_bytes=BLOCK_BYTES), batch, str(path))
-        return Images(path.name, min(len(array), num or len(array)), batches)
+        return ImageSet(path.name, min(len(array), num or len(array)), batches)
     if path.is_dir() and not (path / "manifest.json").exists():
         files = [path / name for name in walk(path, SUFFIXES)][:num]
         if not files:
             raise DataError(f"{path} holds no images: none of its files ends in {', '.join(SUFFIXES)}.")
-        return Images(where, len(files), file_batches(files, batch))
+        return ImageSet(where, len(files), file_batches(files, batch))
     name, _, split = where.rpartition(":") if where.endswith((":train", ":test")) else (where, "", "test")
     dataset = open_dataset(name)
     rows = dataset.split(split)
     if dataset.bins is None:
         raise DataError(f"{name} is continuous data; FID is for 8-bit images.")
     batches = image_batches(rows, dataset.bins, batch)
-    return Images(dataset.name, min(len(rows), num or len(rows)), batches, split, dataset.version)
+    return ImageSet(dataset.name, min(len(rows), num or len(rows)), batches, split, dataset.version)
 
 
 def quality_text(r: Mapping[str, Any], compared: str) -> str:

@@ -43,7 +43,7 @@ class Within:
 
 # Options of several commands.
 RUN_HELP = "A run folder, a file that `bsi export` wrote, or the name of an installed network: digits."
-Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help=RUN_HELP)]
+RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help=RUN_HELP)]
 Count = Annotated[int, Within(1)]
 BatchSize = Annotated[int, Within(1), tyro.conf.arg(help="Samples per batch.")]
 Precision = Annotated[
@@ -130,7 +130,7 @@ def completion(words: Sequence[str]) -> str:
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f"--completion takes {' or '.join(SHELLS)}, got {' '.join(words) or 'nothing'}.")
     from bsi.cli import COMMANDS
-    from bsi.cli.train import Train, default_of, method_options
+    from bsi.cli.training import Train, default_of, method_options
     from bsi.recipes import RECIPES
 
     recipes = [Annotated[Train, tyro.conf.subcommand(name, default=default_of(name))] for name in RECIPES]

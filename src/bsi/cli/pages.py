@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from bsi.cli.options import Device, Json, Run, Within, answer
+from bsi.cli.options import Device, Json, RunPath, Within, answer
 from bsi.errors import UsageError, extra
 from bsi.io import check_writable, make_folder
 from bsi.progress import log
@@ -26,7 +26,7 @@ class View:
     ssh -L PORT:127.0.0.1:PORT HOST, and the same address. Ctrl-C ends it.
     """
 
-    run: Run
+    run: RunPath
     port: Annotated[int, Within(0, 65535)] = 0  # The port; 0 chooses a free one.
     browser: bool = True  # With --no-browser the address is printed and no browser is opened.
     device: Device = None
@@ -81,7 +81,7 @@ class Export:
     import bsi; model = bsi.load("digits-4000.safetensors"); images = model.sample(16)
     """
 
-    run: Run
+    run: RunPath
     out: Path | None = None
     """The file, by default RECIPE-STEP.safetensors in the run folder, or in the current one for a bundled network."""
     step: int | None = None  # An earlier checkpoint, by its step.

@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from bsi import pictures
-from bsi.cli.options import BatchSize, Count, Device, Json, Precision, Run, Within, answer
+from bsi.cli.options import BatchSize, Count, Device, Json, Precision, RunPath, Within, answer
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
 from bsi.progress import log, readable_bytes
@@ -45,7 +45,7 @@ class Sample:
     VDM, and twice as many with guidance.
     """
 
-    run: Run
+    run: RunPath
     num: Count = 64  # Number of samples.
     sampler: Annotated[Sampler, tyro.conf.arg(name="")] = field(default_factory=Sampler)
     seed: int = 0  # Seed of the noise.

@@ -34,7 +34,7 @@ import numpy as np
 from jaxtyping import Integer, Shaped, UInt
 
 from bsi.data.files import BLOCK_BYTES, ArrayFile, for_testing, open_arrays, walk
-from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
+from bsi.data.prepare import MAX_CLASSES, Block, Part, Preparation, check_fraction, rows_for_testing
 from bsi.data.store import SPLITS
 from bsi.errors import DataError, UsageError
 from bsi.io import atomic, digest_file, open_untrusted
@@ -59,7 +59,7 @@ class Arrays:
     symbols: int | None = None
     test_fraction: float = 0.1
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         check_fraction(self.test_fraction)
         path = self.path.expanduser()
         if self.bins and self.symbols is not None:
@@ -85,7 +85,7 @@ class Arrays:
                     raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Use .astype(int).")
         if isinstance(kind, Symbols):
             kind.latent_shape(shape)  # raises for samples that are too large when they are embedded
-        return Plan(
+        return Preparation(
             name=path.stem,
             source=f"arrays of {path.name}",
             shape=shape,
@@ -177,7 +177,7 @@ class Text:
     vocabulary: Literal["chars", "bytes"] = "chars"
     test_fraction: float = 0.1
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         _check(self.length, self.test_fraction)
         path, chars = self.path.expanduser(), self.vocabulary == "chars"
         files = {"": path}
@@ -208,7 +208,7 @@ class Text:
         new = [repr(chr(code)) for code in np.flatnonzero(seen["test"] & ~seen["train"]).tolist()]
         listed = ", ".join(new[:SHOWN]) + (f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "")
         last = f"the last {self.test_fraction:g} of each file is for testing"
-        return Plan(
+        return Preparation(
             name=path.resolve().stem if path.is_file() else path.resolve().name,
             source=f"the text of {path.resolve().name!r}",
             shape=(self.length,),
@@ -272,7 +272,7 @@ class Wav:
     length: int = 16384
     test_fraction: float = 0.1
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         _check(self.length, self.test_fraction)
         path = self.path.expanduser()
         counts, listing = dict[str, int](), hashlib.sha256()
@@ -291,7 +291,7 @@ class Wav:
         if not any(counts.values()):
             raise DataError(f"{path} holds no WAV file of at least {self.length} samples. Choose a smaller --length.")
         split = f"a file is for testing if sha256(relative path) < {self.test_fraction}"
-        return Plan(
+        return Preparation(
             name=path.resolve().name,
             source=f"the WAV files of a folder {path.resolve().name!r}",
             shape=(channels, self.length),

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Integer, UInt8
 from PIL import Image, ImageOps
 
 from bsi.data.files import BLOCK_BYTES, for_testing, walk
-from bsi.data.prepare import MAX_CLASSES, Block, Part, Plan, check_fraction, rows_for_testing
+from bsi.data.prepare import MAX_CLASSES, Block, Part, Preparation, check_fraction, rows_for_testing
 from bsi.errors import DataError, UsageError, extra
 from bsi.io import fingerprint, open_untrusted
 from bsi.values import Bins, check_classes
@@ -102,7 +102,7 @@ def pixels(
     return np.ascontiguousarray(array.transpose(2, 0, 1) if channels == 3 else array[None])
 
 
-class Images(NamedTuple):
+class ImageList(NamedTuple):
     """Images that `load` opens by number, with an error that begins with the name."""
 
     names: Sequence[str]
@@ -131,8 +131,12 @@ class ImageOptions:
         check_fraction(self.test_fraction)
 
     def planned(
-        self, parts: Sequence[Images], headers: Counter[tuple[str, int, int]], options: dict[str, str], **described: Any
-    ) -> Plan:
+        self,
+        parts: Sequence[ImageList],
+        headers: Counter[tuple[str, int, int]],
+        options: dict[str, str],
+        **described: Any,
+    ) -> Preparation:
         """The plan of images whose size and channels, if they are not given, are chosen by modes, widths and heights.
 
         Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all
@@ -151,7 +155,7 @@ class ImageOptions:
             channels = 1 if headers and all(mode in GRAY for mode, _, _ in headers) else 3
             if channels == 1:
                 notes.append("all images are gray: they are stored with one channel (--channels 3 for color)")
-        return Plan(
+        return Preparation(
             **described,
             shape=(channels, size, size),
             kind=Bins.uint8(),
@@ -162,7 +166,7 @@ class ImageOptions:
             notes=tuple(notes),
         )
 
-    def _blocks(self, images: Images, size: int, channels: int, start: int) -> Iterator[Block]:
+    def _blocks(self, images: ImageList, size: int, channels: int, start: int) -> Iterator[Block]:
         def read(index: int) -> UInt8[np.ndarray, "c size size"] | str:
             try:
                 return pixels(images.load(index), images.names[index], size, channels, self.resampling)
@@ -196,7 +200,7 @@ class Folder(ImageOptions):
     path: Path
     labels: bool = False
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         path = self.path.expanduser()
         names, listing, headers = list(walk(path, SUFFIXES)), hashlib.sha256(), Counter[tuple[str, int, int]]()
         if not names:
@@ -215,7 +219,7 @@ class Folder(ImageOptions):
             labels, classes = _folder_labels(path, names)
             options["labels"] = "the folder below the root"
         is_test = np.array([for_testing(name, self.test_fraction) for name in names])
-        images = Images(names, lambda index: open_image(path / names[index], names[index]), is_test, labels)
+        images = ImageList(names, lambda index: open_image(path / names[index], names[index]), is_test, labels)
         return self.planned(
             [images],
             headers,
@@ -256,7 +260,7 @@ class HuggingFace(ImageOptions):
     column: str = "image"
     revision: str = "main"
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         with extra("hub", "a dataset of the hub"):
             import datasets  # type: ignore[import-not-found, unused-ignore]
         try:
@@ -276,7 +280,7 @@ class HuggingFace(ImageOptions):
             if "test" not in parts:
                 is_test = rows_for_testing(0, len(part), self.test_fraction)
             labels = np.array(part[column][:], "<i4") if column else None
-            images = Images([f"row {i}" for i in range(len(part))], partial(self._image, part), is_test, labels)
+            images = ImageList([f"row {i}" for i in range(len(part))], partial(self._image, part), is_test, labels)
             sets.append(images)
             for index in range(min(HUB_SURVEYED, len(part))):
                 with suppress(DataError):  # reported when the row is read

@@ -83,7 +83,7 @@ def array_part(
 
 
 @dataclass(frozen=True)
-class Plan:
+class Preparation:
     """A description of the data that a source will write. See `Manifest` for the fields that they share."""
 
     name: str
@@ -125,10 +125,10 @@ class Source(Protocol):
 
     summary: ClassVar[str]
 
-    def plan(self) -> Plan: ...
+    def plan(self) -> Preparation: ...
 
 
-def prepare(plan: Plan, folder: Path) -> Dataset:
+def prepare(plan: Preparation, folder: Path) -> Dataset:
     """Write the planned dataset into `folder`, resume an interrupted preparation, or open the dataset if it exists."""
     folder = Path(os.path.abspath(folder.expanduser()))
     if folder.name.startswith(".") or not folder.name.isprintable():
@@ -160,7 +160,7 @@ def exclusive(path: Path, wait: bool) -> Iterator[None]:
         yield
 
 
-def _existing(plan: Plan, folder: Path) -> Dataset:
+def _existing(plan: Preparation, folder: Path) -> Dataset:
     found = open_dataset(folder)
     reasons = ["from other files, or before they changed"] if plan.input != found.manifest.input else []
     for key, value in json.loads(json.dumps(plan.options)).items():  # in JSON, tuples are lists
@@ -172,7 +172,7 @@ def _existing(plan: Plan, folder: Path) -> Dataset:
     return found
 
 
-def _write(plan: Plan, folder: Path) -> None:
+def _write(plan: Preparation, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     needed = plan.total * math.prod(plan.shape) * plan.dtype.itemsize
     free = shutil.disk_usage(folder.parent).free + sum(path.stat().st_size for path in partial.glob("*.npy"))
@@ -201,7 +201,7 @@ class _Staging:
     an interruption finds the old or the new one.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Preparation) -> None:
         self.folder, self.plan, self.state = folder, plan, folder / "state.json"
         self.layout = {split: (folder / f"{split}.npy", plan.dtype, plan.shape) for split in SPLITS}
         if plan.label_dtype is not None:

@@ -32,7 +32,7 @@ from jaxtyping import UInt8
 
 from bsi.data.files import ArrayFile, Member, members, open_arrays
 from bsi.data.images import Folder
-from bsi.data.prepare import Block, Part, Plan, array_part
+from bsi.data.prepare import Block, Part, Preparation, array_part
 from bsi.data.store import MANIFEST, open_dataset
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder, digest, download, fingerprint
@@ -61,9 +61,9 @@ PIECE = 1 << 20
 
 def _images(
     name: str, source: str, shape: tuple[int, ...], input: str, parts: Sequence[Part], labels: str = "u1"
-) -> Plan:
+) -> Preparation:
     """The plan of 8-bit images with labels, without options."""
-    return Plan(name, source, shape, Bins.uint8(), {}, input, parts, np.dtype(labels))
+    return Preparation(name, source, shape, Bins.uint8(), {}, input, parts, np.dtype(labels))
 
 
 def _require(path: Path, found: Collection[str], names: Iterable[str], instead: str) -> None:
@@ -86,7 +86,7 @@ class Cifar10:
 
     path: Path | None = None
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         folder, archive = (data_folder() / name for name in ("cifar-10-batches-bin", "cifar-10-binary.tar.gz"))
         if self.path is not None:
             path = self.path.expanduser()
@@ -116,7 +116,7 @@ class ImageNet32:
 
     path: Path
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         path, size, counts = self.path.expanduser(), self.size, {}
         # Decompressing up to a header inside a zip inside a zip takes minutes for the larger set.
         with _batches(path) as found, Progress(f"check imagenet{size}", len(BATCHES), "batch") as progress:
@@ -174,7 +174,7 @@ class Mnist:
 
     path: Path
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         path = self.path.expanduser()
         with members(path, IDX_FILES, MAX_BYTES) as files:
             found = {IDX_FILES[name]: member for name, member in files.items()}
@@ -223,7 +223,7 @@ class Binary:
     threshold: float | None = None
     stochastic: bool = False
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         if self.stochastic and self.threshold is not None:
             raise UsageError(f"--stochastic and --threshold {self.threshold:g} exclude each other: leave one out.")
         if self.threshold is not None and not 0 < self.threshold < 1:
@@ -247,7 +247,7 @@ class Binary:
             parts=[Part(images.total, partial(self._blocks, images, images.kind.count - 1))],
         )
 
-    def _blocks(self, images: Plan, white: int, start: int) -> Iterator[Block]:
+    def _blocks(self, images: Preparation, white: int, start: int) -> Iterator[Block]:
         for block in images.blocks(start):
             levels = np.full(block.rows.shape, self.threshold or 0.5)
             for image, level in zip(block.rows, levels, strict=True) if self.stochastic else ():
@@ -257,12 +257,12 @@ class Binary:
             yield replace(block, rows=(block.rows / white > levels).astype(np.uint8))
 
 
-def _of_dataset(name: str) -> Plan:
+def _of_dataset(name: str) -> Preparation:
     """A prepared dataset as a plan of its rows."""
     dataset = open_dataset(name)
     labels = dataset.labels
     train, test = (None, None) if labels is None else (labels.train, labels.test)
-    return Plan(
+    return Preparation(
         name=dataset.name,
         source=dataset.manifest.source,
         shape=dataset.shape,

@@ -21,7 +21,7 @@ from bsi.bound import EvaluatedModel, OneRank, estimate, noise
 from bsi.data.batches import as_source
 from bsi.elbo import Elbo, Estimator
 from bsi.errors import BsiError, UsageError
-from bsi.evaluation.runs import Run, Split, evaluated, fitted_variance
+from bsi.evaluation.runs import EvaluatedRun, Split, evaluated, fitted_variance
 from bsi.gaussian import squared_norm
 from bsi.grids import paper_grid
 from bsi.model import Model
@@ -46,7 +46,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OrderedPair:
     """`larger` less `smaller`, in bits per dimension, on the same samples."""
 
     larger: str
@@ -60,7 +60,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int, seed: int) -> dict[str, Any]:
+def audit(run: EvaluatedRun, split: Split, limit: int, steps: int, kind: str, draws: int, seed: int) -> dict[str, Any]:
     """All likelihoods of `limit` random samples of a split, as a record.
 
     Args:
@@ -84,7 +84,7 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
         finite = bound(f"{steps} steps, variance {kind}", steps, variance)
     first, last = rows[0], rows[-1]
     error = math.hypot(finite.monte_carlo_error, infinite.monte_carlo_error)
-    order = [Comparison(last.name, first.name, float(finite) - float(infinite), error)]
+    order = [OrderedPair(last.name, first.name, float(finite) - float(infinite), error)]
     if model.bins is not None and (coded := _coded(model, data, steps, variance, finite, last.name)) is not None:
         rows.append(coded[0])
         order.append(coded[1])
@@ -102,7 +102,7 @@ def audit(run: Run, split: Split, limit: int, steps: int, kind: str, draws: int,
 
 def _coded(
     model: Model, data: Tensor, steps: int, variance: Variance | None, bound: Elbo, name: str
-) -> tuple[Likelihood, Comparison] | None:
+) -> tuple[Likelihood, OrderedPair] | None:
     """The coded size, compared with the bound, called `name`, of the samples that are coded by the model."""
     try:
         packed = codec.compress(model, data, steps, variance, CODED_TOGETHER)
@@ -117,7 +117,7 @@ def _coded(
     excess, dimensions = bits - expected, sum(sizes) * packed.n
     error = None if len(excess) < 2 else math.sqrt(len(excess)) * float(excess.std()) / dimensions
     row = Likelihood(f"coded with {steps} steps, net", packed.net_bits_per_dim, error, sum(sizes))
-    return row, Comparison(row.name, name, float(excess.sum()) / dimensions, error)
+    return row, OrderedPair(row.name, name, float(excess.sum()) / dimensions, error)
 
 
 def _flow(model: Model, data: Tensor, draws: int, seed: int, n: int) -> Likelihood:

@@ -43,7 +43,7 @@ COMPILED = 20_000  # evaluations of one sample above which compiling the network
 
 
 @dataclass(frozen=True)
-class Run:
+class EvaluatedRun:
     """A trained model on its device, its description, and the hash and the data type of its network."""
 
     path: Path
@@ -59,7 +59,9 @@ class Run:
         }  # fmt: skip
 
 
-def open_run(path: Path, world: World, ema: bool = True, step: int | None = None, precision: Precision = "auto") -> Run:
+def open_run(
+    path: Path, world: World, ema: bool = True, step: int | None = None, precision: Precision = "auto"
+) -> EvaluatedRun:
     """The model of a run folder, an exported file or a bundled name, on this rank's device and in evaluation mode."""
     trained = read_trained(path, ema, step)
     if trained.recipe.backbone is None:
@@ -71,7 +73,7 @@ def open_run(path: Path, world: World, ema: bool = True, step: int | None = None
     network = model.denoiser.backbone
     if isinstance(network, Backbone):
         network.compute_dtype = compute_dtype(precision, world.device)
-    return Run(path, model, replace(trained, weights={}), weights_hash(network), inner_precision(model))
+    return EvaluatedRun(path, model, replace(trained, weights={}), weights_hash(network), inner_precision(model))
 
 
 def inner_precision(model: Model) -> str:
@@ -80,7 +82,7 @@ def inner_precision(model: Model) -> str:
     return type_name(network.compute_dtype if isinstance(network, Backbone) else None)
 
 
-def speed_up(run: Run, work: int) -> None:
+def speed_up(run: EvaluatedRun, work: int) -> None:
     """Compile the network if `work`, the number of evaluations on this rank, is large enough to save time."""
     network = run.model.denoiser.backbone
     if isinstance(network, Backbone) and work >= COMPILED:
@@ -112,7 +114,7 @@ class Split:
         return {"dataset": self.dataset.name, "dataset_version": self.dataset.version, "split": self.name}
 
 
-def open_split(run: Run, split: str, other: str | None = None) -> Split:
+def open_split(run: EvaluatedRun, split: str, other: str | None = None) -> Split:
     """A split of the dataset that the run was trained on, or of another one by name or folder."""
     expected, name = run.trained.data.version, run.path.name
     dataset = open_dataset(run.trained.dataset, version=expected) if other is None else open_dataset(other)
@@ -132,7 +134,7 @@ def open_split(run: Run, split: str, other: str | None = None) -> Split:
     return Split(dataset, split)
 
 
-def evaluated(run: Run, split: Split, limit: int | None = None) -> EvaluatedModel:
+def evaluated(run: EvaluatedRun, split: Split, limit: int | None = None) -> EvaluatedModel:
     """What `bsi.bound.estimate` takes: the run's model on `limit` random samples of the split, or on all."""
     source = as_source(split.rows, run.model.device)
     return run.model.on(source, ids=subset(len(source), len(source) if limit is None else limit))
@@ -158,14 +160,14 @@ def own_error() -> Iterator[None]:
         raise failed.error from None
 
 
-def bound_record(run: Run, split: Split, elbo: Elbo) -> dict[str, Any]:
+def bound_record(run: EvaluatedRun, split: Split, elbo: Elbo) -> dict[str, Any]:
     """Bound, terms and errors in bits per dimension, how they were estimated, of what, and the same by baselines."""
     test = split.rows[subset(len(split.rows), len(elbo.nats))]
     compared = baselines(split.dataset.train, test, split.dataset.kind)
     return {**elbo.record(), **_effort(elbo, split), **run.record(), "baselines": compared}
 
 
-def difference_record(a: Run, b: Run, split: Split, first: Elbo, second: Elbo) -> dict[str, Any]:
+def difference_record(a: EvaluatedRun, b: EvaluatedRun, split: Split, first: Elbo, second: Elbo) -> dict[str, Any]:
     """The bound of a less that of b. `unpaired_error` would be the Monte Carlo error with independent noise."""
     found = first - second
     record = found.record()
@@ -187,7 +189,7 @@ def _effort(elbo: Elbo, split: Split) -> dict[str, Any]:
     return {"images": len(elbo.nats), **counts, **settings, "control": control, **split.record()}
 
 
-def store(run: Run, what: str, record: Mapping[str, Any]) -> None:
+def store(run: EvaluatedRun, what: str, record: Mapping[str, Any]) -> None:
     """Write a record into the run folder; an exported file has no folder."""
     if not run.path.is_dir():
         return

@@ -32,7 +32,7 @@ from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.evaluation.runs import Run, Split, inner_precision, weights_hash
+from bsi.evaluation.runs import EvaluatedRun, Split, inner_precision, weights_hash
 from bsi.io import atomic, make_folder, open_untrusted, parse_json, read_json
 from bsi.metrics import KEPT, Extractor, Generation, QualityWarning, SampleQuality, collect, reference, sample_quality
 from bsi.metrics.quality import array_batches
@@ -254,7 +254,9 @@ def measure_quality(
     return replace(found, cautions=(*found.cautions, caution))
 
 
-def quality_record(run: Run, sampler: Sampler, seed: int, label: Label, found: SampleQuality) -> dict[str, Any]:
+def quality_record(
+    run: EvaluatedRun, sampler: Sampler, seed: int, label: Label, found: SampleQuality
+) -> dict[str, Any]:
     """The metric's own record, the sampler and the model. `precision` is the network's, as in the record of a bound."""
     drawing = described(sampler, seed, label)
     return {**found.record(), "extractor_precision": found.precision, "drawing": drawing, **run.record()}

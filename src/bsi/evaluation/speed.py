@@ -39,7 +39,7 @@ from bsi.training.step import Engine, Stream
 from bsi.values import Bins
 
 Work = Literal["train", "sample", "elbo"]
-Step = Callable[[], object]
+Action = Callable[[], object]
 
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
@@ -127,7 +127,7 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
     with contextlib.ExitStack() as stack:
-        engine, parts = None, list[tuple[str, Step]]()
+        engine, parts = None, list[tuple[str, Action]]()
         if case.work == "train":
             engine, stream, step = _training(case, stack)
             parts.append(("noise", lambda: stream.first(0)))  # compiles the function that draws a step's noise
@@ -167,7 +167,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _times(step: Step, device: torch.device, repeats: int) -> list[float]:
+def _times(step: Action, device: torch.device, repeats: int) -> list[float]:
     """Seconds of a step, `repeats` times: each the mean over as many steps as fill about a third of a second."""
 
     def seconds(steps: int) -> float:
@@ -184,7 +184,7 @@ def _times(step: Step, device: torch.device, repeats: int) -> list[float]:
     return [seconds(inner) for _ in range(repeats)]
 
 
-def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, Step]:
+def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, Action]:
     """The trainer, its batches of random images that lie on the device, and its step."""
     recipe = Recipe(
         "bench", METHODS[case.method](), case.backbone, Data("bench"), steps=10**9, batch=case.batch,
@@ -202,7 +202,7 @@ def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, 
     return engine, stream, lambda: engine.step(stream, watchdog)
 
 
-def _sampling(case: Case) -> Step:
+def _sampling(case: Case) -> Action:
     """A few steps of the paper's sampler, from the noise to the sample."""
     model = _trained(case)
     grid, ids = paper_grid(model.method, SAMPLING_STEPS), torch.arange(case.batch, device=case.device)
@@ -214,7 +214,7 @@ def _sampling(case: Case) -> Step:
     return step
 
 
-def _bound(case: Case) -> Step:
+def _bound(case: Case) -> Action:
     """One level of the bound for each image."""
     model = _trained(case)
     x = BINS.values(torch.randint(BINS.count, (case.batch, *case.shape), dtype=torch.uint8, device=case.device))

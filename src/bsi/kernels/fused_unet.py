@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 from bsi.backbones.layers import Image, attend
 from bsi.backbones.unet import GroupNorm, PixelAttention, Rows, UNet, UNetBlock, bias_of, convolve, to_image, to_rows
 from bsi.kernels import unet_kernels as kernels
-from bsi.kernels.unet_kernels import Moments
+from bsi.kernels.unet_kernels import GroupMoments
 
 
 def rows_of(x: Image) -> Rows:
@@ -52,7 +52,7 @@ def slices(whole: Tensor, images: list[Rows]) -> tuple[Tensor, ...]:
     return whole.split([image.shape[2] for image in images], dim=-1)
 
 
-def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[Moments]]:
+def norm_each(images: list[Rows], weight: Tensor, bias: Tensor, groups: int) -> tuple[Rows, list[GroupMoments]]:
     """SiLU of the norm of several images, concatenated, and their moments."""
     batch, count, _ = images[0].shape
     y = images[0].new_empty(batch, count, len(weight))
@@ -100,7 +100,7 @@ class _Block(torch.autograd.Function):
         weight_in, bias_in, weight_out, bias_out, seed, *moments = rest
         groups, dropout, dtype, bias_dtype = ctx.settings
         images = [rows_of(x)] if skip is None else [rows_of(x), rows_of(skip)]
-        moments_out, *moments_in = (Moments(*moments[i : i + 3]) for i in range(0, len(moments), 3))
+        moments_out, *moments_in = (GroupMoments(*moments[i : i + 3]) for i in range(0, len(moments), 3))
         drows, inputs = rows_of(dout), len(weight_in)
         sums = torch.empty(len(x), 4, inputs + len(weight_out), dtype=torch.float32, device=x.device)
         if y_out is None:
@@ -155,7 +155,7 @@ class _Norm(torch.autograd.Function):
         x, weight, bias, *moments = ctx.saved_tensors
         (groups, act), rows = ctx.settings, rows_of(x)
         sums = torch.empty(len(x), 4, len(weight), dtype=torch.float32, device=x.device)
-        dx = kernels.group_norm_act_backward(rows_of(dy), rows, Moments(*moments), weight, bias, groups, sums, act)
+        dx = kernels.group_norm_act_backward(rows_of(dy), rows, GroupMoments(*moments), weight, bias, groups, sums, act)
         dweight, dbias, _, _ = sums.sum(0)
         return to_image(dx, x), dweight, dbias, None, None
 

@@ -285,7 +285,7 @@ def _pixel_sums(x, sums, pixels, channels, SLAB: tl.constexpr, TILE: tl.constexp
     tl.store(sums + sample * channels + channel, tl.sum(total, axis=0), mask=channel < channels)
 
 
-class Moments(NamedTuple):
+class GroupMoments(NamedTuple):
     """For each image and channel: the group's mean minus the shift, 1 / the group's deviation, the channel's mean."""
 
     mean: PerSample
@@ -296,10 +296,10 @@ class Moments(NamedTuple):
 def group_norm_act(
     x: Rows, weight: PerChannel, bias: PerChannel, groups: int, y: Rows, act: bool = True,
     shift: PerSample | None = None, dropout: float = 0.0, seed: Seed | None = None,
-) -> Moments:  # fmt: skip
+) -> GroupMoments:  # fmt: skip
     """Write dropout(act(norm of x + shift)) to y, whose rows may be slices of longer rows. Return the moments."""
     batch, pixels, channels = x.shape
-    moments = Moments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
+    moments = GroupMoments(*(torch.empty(batch, channels, dtype=torch.float32, device=x.device) for _ in range(3)))
     grid, cut = _cut(x, groups)
     _group_norm_act[grid](
         x, weight, bias, weight if shift is None else shift, x if seed is None else seed, y, *moments,
@@ -310,7 +310,7 @@ def group_norm_act(
 
 
 def group_norm_act_backward(
-    dy: Rows, x: Rows, moments: Moments, weight: PerChannel, bias: PerChannel, groups: int,
+    dy: Rows, x: Rows, moments: GroupMoments, weight: PerChannel, bias: PerChannel, groups: int,
     sums: Float[Tensor, "batch 4 channels"], act: bool = True, dropout: float = 0.0, seed: Seed | None = None,
     add: Rows | None = None, more: Rows | None = None,
 ) -> Rows:  # fmt: skip

@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BASE = 58.0, 548.0, 26.0, 206.0
 MAX_POINTS = 600  # more are thinned out
 
 Role = Literal["belief", "predict", "measure", "soft"]
-Place = Callable[[float], float]  # from values to coordinates
+Coordinate = Callable[[float], float]  # from values to coordinates
 
 
 class Point(NamedTuple):
@@ -50,7 +50,7 @@ class Axis:
     def shows(self, value: float) -> bool:
         return math.isfinite(value) and (value > 0 or not self.log)
 
-    def scale(self, values: Sequence[float], start: float, end: float) -> tuple[Place, list[float]]:
+    def scale(self, values: Sequence[float], start: float, end: float) -> tuple[Coordinate, list[float]]:
         """The function from values to coordinates between start and end, and the ticks."""
         low = min(values) if self.low is None else self.low
         high = max(values) if self.high is None else self.high

@@ -46,7 +46,7 @@ MAX_IMAGES, MIN_IMAGES = 512, 16
 TOO_SLOW = "it takes too long on this device. Use --device cuda, or `bsi eval` and `bsi sample`."
 
 
-class Run:
+class RunContents:
     """The files of a run.
 
     Attributes:
@@ -147,7 +147,7 @@ def number(value: object) -> float | None:
 
 
 @dataclass
-class Measured:
+class Measurements:
     """Measurements of the model; `missing` gives the reason for each that is None or empty."""
 
     parameters: int | None = None
@@ -158,13 +158,15 @@ class Measured:
     baselines: Mapping[str, float] = field(default_factory=dict)  # of the same test samples, in bits per dimension
 
 
-def measure(run: Run, device: torch.device, backbone: nn.Module | None, bound_known: bool = False) -> Measured:
+def measure(
+    run: RunContents, device: torch.device, backbone: nn.Module | None, bound_known: bool = False
+) -> Measurements:
     """Measure the EMA of the run's latest checkpoint; without the bound if that is known already."""
     try:
         model = load(run.path, backbone=backbone).to(device)
     except BsiError as error:
-        return Measured(missing=[f"the model was not loaded: {error}"])
-    measured = Measured(sum(p.numel() for p in model.parameters()))
+        return Measurements(missing=[f"the model was not loaded: {error}"])
+    measured = Measurements(sum(p.numel() for p in model.parameters()))
     budget = _affordable_evaluations(run.recipe, model)
     if not is_image(model.shape):
         measured.missing.append(f"no animation: data of shape {model.shape} is not an image")

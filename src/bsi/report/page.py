@@ -23,7 +23,7 @@ from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.recipe import flat, to_plain
 from bsi.report.charts import Axis, Point, Role, Series, chart
-from bsi.report.contents import Measured, Run, measure, number
+from bsi.report.contents import Measurements, RunContents, measure, number
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.run_folder import check_inside
 
@@ -49,7 +49,7 @@ def write_report(
         device: Where to evaluate the model, by default a GPU if there is one.
         ask_model: Load and evaluate the model; otherwise only files are read.
     """
-    found = Run(Path(run))
+    found = RunContents(Path(run))
     target = found.path / "report.html" if out is None else Path(out)
     if out is None:
         check_inside(found.path, target)
@@ -58,13 +58,13 @@ def write_report(
         known = any(record.get("step") == found.step for record in found.bounds)
         measured = measure(found, pick_device(device, 0), backbone, bound_known=known)
     else:
-        measured = Measured(missing=["the model was not evaluated, as requested by --no-model"])
+        measured = Measurements(missing=["the model was not evaluated, as requested by --no-model"])
     with atomic(target, "--out") as temporary:
         temporary.write_text(document(found, measured), "utf-8")
     return target
 
 
-def document(run: Run, measured: Measured) -> str:
+def document(run: RunContents, measured: Measurements) -> str:
     best = best_bound(run, measured)
     missing = "".join(f"<li>{escape(line)}</li>" for line in measured.missing)
     sections = {
@@ -89,7 +89,7 @@ def document(run: Run, measured: Measured) -> str:
     )
 
 
-def best_bound(run: Run, measured: Measured) -> Mapping[str, Any] | None:
+def best_bound(run: RunContents, measured: Measurements) -> Mapping[str, Any] | None:
     """The best known bound, and its origin as `about`.
 
     In this order: the last one of `bsi eval` if it is of the last step, the one measured for this report, an earlier
@@ -118,7 +118,7 @@ def _errors(best: Mapping[str, Any], digits: int) -> dict[str, str]:
     }
 
 
-def _header(run: Run, measured: Measured, best: Mapping[str, Any] | None) -> str:
+def _header(run: RunContents, measured: Measurements, best: Mapping[str, Any] | None) -> str:
     recipe, figures = run.recipe, {}
     if best is not None:
         errors = (f' <span class="error">± {value} ({name})</span>' for name, value in _errors(best, 3).items())
@@ -139,7 +139,7 @@ def _header(run: Run, measured: Measured, best: Mapping[str, Any] | None) -> str
     )
 
 
-def _animation(measured: Measured) -> str:
+def _animation(measured: Measurements) -> str:
     if measured.animation is None:
         return ""
     picture = _image(measured.animation, "webp", "Belief mean, prediction and measurement, step by step", "animation")
@@ -149,7 +149,7 @@ def _animation(measured: Measured) -> str:
     )
 
 
-def _likelihood(run: Run, measured: Measured, best: Mapping[str, Any] | None) -> str:
+def _likelihood(run: RunContents, measured: Measurements, best: Mapping[str, Any] | None) -> str:
     parts = []
     if best is not None:
         total = float(best["bits_per_dim"])
@@ -176,7 +176,7 @@ def _likelihood(run: Run, measured: Measured, best: Mapping[str, Any] | None) ->
     return shown + (_records(stored, BOUND_COLUMNS) if len(stored) > 1 else "")  # a single one is shown above
 
 
-def _pictures(run: Run) -> str:
+def _pictures(run: RunContents) -> str:
     if not run.pictures:
         return ""
     figures = [
@@ -186,7 +186,7 @@ def _pictures(run: Run) -> str:
     return f'<div class="grids">{"".join(figures)}</div>' + _note("Sample <i>i</i> has the same seed in every grid.")
 
 
-def _curves(run: Run) -> str:
+def _curves(run: RunContents) -> str:
     def curve(name: str, role: Role, shown: str = "") -> Series:
         return Series(shown or name, [Point(step, value) for step, value in run.numbers("train", name)], role)
 
@@ -208,7 +208,7 @@ def _curves(run: Run) -> str:
     return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
-def _quality(run: Run) -> str:
+def _quality(run: RunContents) -> str:
     """The distances that `bsi eval` stored, against evaluations of the network, by solver and guidance."""
     found, metric, compared = dict[str, list[Point]](), "FID", []
     for record in (r for r in run.evaluations if "metric" in r):
@@ -231,7 +231,7 @@ def _quality(run: Run) -> str:
     return f'<div class="pair"><figure>{drawn}</figure><div>{_records(compared, QUALITY_COLUMNS)}</div></div>'
 
 
-def _recipe(run: Run) -> str:
+def _recipe(run: RunContents) -> str:
     name = escape(run.recipe.name)
     difference = _note(f"<b>{name}</b>, without changes.")
     if run.changed:
@@ -244,7 +244,7 @@ def _recipe(run: Run) -> str:
     return f"{difference}{command}{network}<details><summary>All values</summary>{_table(rows)}</details>"
 
 
-def _environment(run: Run) -> str:
+def _environment(run: RunContents) -> str:
     facts = {escape(name.removeprefix("variables.")): escape(value) for name, value in run.environment.items()}
     if run.data_version:
         facts["data"] = f"<code>{escape(run.data_version[:16])}…</code>"

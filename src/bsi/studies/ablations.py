@@ -35,12 +35,12 @@ from bsi.sampler import FLOW_SOLVER, Sampler
 from bsi.studies import outcome
 from bsi.studies.comparison import EQUAL_BITS, our_solvers
 from bsi.studies.measure import OURS, bound, bound_and_quality, paper_sampler, quality, samplers_of
-from bsi.studies.outcome import Claim, Estimate, Outcome, Row, Steps, Verdict, study
+from bsi.studies.outcome import Claim, Estimate, Outcome, Row, StudySteps, Verdict, study
 from bsi.studies.scale import Scale
 
 
 @study('Figure "lambda0"', "bits/dim and FID against lambda_0 and steps")
-def initial_precision(scale: Scale) -> Steps:
+def initial_precision(scale: Scale) -> StudySteps:
     values = scale.lambda_0
     trained = {value: scale.parameters.networks("bsi", lambda_0=value) for value in values}
     samplers = {f"{scale.metric} at {k}": paper_sampler(k) for k in scale.parameter_steps}
@@ -85,7 +85,7 @@ def _with_objective(scale: Scale, objective: Objective) -> list[Recipe]:
 
 
 @study('Figure "train-finite-k"', "networks trained on L_M^k against L_M^inf, evaluated at k'")
-def finite_k(scale: Scale) -> Steps:
+def finite_k(scale: Scale) -> StudySteps:
     ks, infinite = scale.parameter_steps, _with_objective(scale, Objective())
     trained = {k: _with_objective(scale, Objective(finite_k=k)) for k in scale.trained_k}
     results = yield [
@@ -114,7 +114,7 @@ def finite_k(scale: Scale) -> Steps:
 
 
 @study("new", "bits/dim against FID when the loss is weighted over the level: what sample quality costs in likelihood")
-def weighting(scale: Scale) -> Steps:
+def weighting(scale: Scale) -> StudySteps:
     elbo = Objective(levels="expected")
     objectives = {"ELBO": elbo} | {f"sigmoid, b = {b:g}": replace(elbo, weight="sigmoid", bias=b) for b in scale.bias}
     objectives |= {"EDM": replace(elbo, weight="edm"), "ELBO, the paper's levels": Objective()}
@@ -156,7 +156,7 @@ AT_EVALUATION = "BSI, clipped at evaluation only"
 
 
 @study("new", "what the network predicts, and whether predictions are clipped to the range of the data")
-def parametrization(scale: Scale) -> Steps:
+def parametrization(scale: Scale) -> StudySteps:
     trained = {
         name: [replace(n, parametrization=predicts) for n in scale.parameters.networks(method, clips=clips)]
         for name, (method, predicts, clips) in NETWORKS.items()
@@ -207,7 +207,7 @@ def parameters(undone: Collection[str]) -> dict[str, Any]:
 
 
 @study("new", "which of the three changes between BFN and BSI matters: hyper-prior, offset of levels, preconditioning")
-def disentangle(scale: Scale) -> Steps:
+def disentangle(scale: Scale) -> StudySteps:
     networks_of = scale.parameters.networks
 
     def without(*undone: str) -> list[Recipe]:

@@ -28,7 +28,7 @@ from bsi.methods import BSI
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler, VarianceKind
 from bsi.studies import outcome
 from bsi.studies.measure import OURS, Bound, LevelErrors, quality
-from bsi.studies.outcome import PRACTICAL_BITS, PRACTICAL_SHARE, Claim, Estimate, Outcome, Steps, study
+from bsi.studies.outcome import PRACTICAL_BITS, PRACTICAL_SHARE, Claim, Estimate, Outcome, StudySteps, study
 from bsi.studies.scale import DATASETS, Scale
 
 EXCESS = r"$L_M^k - L_M^\infty$, bits/dim"
@@ -52,7 +52,7 @@ def converges(gaps: Sequence[Estimate], steps: Sequence[Estimate], total: Estima
 
 
 @study('Figure "elbo-convergence"', "L_M^k -> L_M^inf from above, down to the noise floor; L_R for several alpha_R")
-def elbo_convergence(scale: Scale) -> Steps:
+def elbo_convergence(scale: Scale) -> StudySteps:
     network, ks = scale.comparisons[0].networks("bsi")[0], scale.ks
     assert isinstance(network.method, BSI)
     infinite, *finite = (Bound(network, scale.finite_levels, scale.recon, k) for k in (None, *ks))
@@ -145,7 +145,7 @@ def _less(statement: str, a: Sets, b: Sets) -> Claim:
 
 
 @study('Figure "importance-sampling"', "the range of h / p under uniform, log-uniform, exact and fitted proposals")
-def importance_sampling(scale: Scale) -> Steps:
+def importance_sampling(scale: Scale) -> StudySteps:
     job = LevelErrors(scale.profiled("bsi"), scale.profile_levels, scale.profile_images)
     results = yield [job]
 
@@ -179,7 +179,7 @@ LEVELS = (1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)  # in the table of dist
 
 
 @study('Figure "log-uniform-proposal"', "relative distance between mu and f(mu, lambda) against lambda")
-def proposal(scale: Scale) -> Steps:
+def proposal(scale: Scale) -> StudySteps:
     network = scale.parameters.networks("bsi")[0]
     job = LevelErrors(network, scale.profile_levels, scale.profile_images)
     results = yield [job]
@@ -211,7 +211,7 @@ MOST = 64  # steps of the samplers
 
 
 @study("new", "the bound and the samples for few steps, with a predictive variance in each step")
-def variance_aware(scale: Scale) -> Steps:
+def variance_aware(scale: Scale) -> StudySteps:
     network, ks = scale.parameters.networks("bsi")[0], scale.ks
     steps = [k for k in ks if k <= MOST]
     infinite = Bound(network, scale.finite_levels, scale.recon)

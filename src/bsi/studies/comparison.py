@@ -22,7 +22,7 @@ from bsi.recipe import Recipe
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler
 from bsi.studies import outcome
 from bsi.studies.measure import OURS, bound_and_quality, paper_sampler, quality, samplers_of
-from bsi.studies.outcome import COLORS, Claim, Estimate, Outcome, Results, Row, Steps, study
+from bsi.studies.outcome import COLORS, Claim, Estimate, Outcome, Results, Row, StudySteps, study
 from bsi.studies.scale import DATASETS, METHOD_NAMES, Comparison, Scale
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def _draw(results: Results, compared: Comparison, steps: tuple[int, ...], note: 
     return figure
 
 
-def _compare(scale: Scale, compared: list[Comparison], steps: tuple[int, ...], note: str, drawn: str = "") -> Steps:
+def _compare(
+    scale: Scale, compared: list[Comparison], steps: tuple[int, ...], note: str, drawn: str = ""
+) -> StudySteps:
     """The study of these comparisons. All are in the tables, those with samples in the claims, the first is drawn."""
     samplers, first, sampled = samplers_of(scale, *steps), compared[0], [each for each in compared if each.samples]
     networks = {each: [n for method in each.methods for n in each.networks(method)] for each in compared}
@@ -145,12 +147,12 @@ def _compare(scale: Scale, compared: list[Comparison], steps: tuple[int, ...], n
     'Tables "imagenet32" and "cifar10-bpd"',
     "BFN, VDM and BSI, same backbone and budget: equal bits/dim, FID ordered BSI < VDM < BFN",
 )
-def comparison(scale: Scale) -> Steps:
+def comparison(scale: Scale) -> StudySteps:
     return (yield from _compare(scale, [*scale.comparisons], scale.steps, PAPER_NOTE))
 
 
 @study('Table "architecture"', "the same comparison with another backbone, in the paper the U-Net")
-def architecture(scale: Scale) -> Steps:
+def architecture(scale: Scale) -> StudySteps:
     return (yield from _compare(scale, [scale.architecture], (scale.most_steps,), UNET_NOTE, ", the other backbone"))
 
 
@@ -158,7 +160,7 @@ ROWS, COLUMNS = 8, 4
 
 
 @study('Figure "samples"', "samples of the three methods next to data")
-def samples(scale: Scale) -> Steps:
+def samples(scale: Scale) -> StudySteps:
     """The first samples are kept with their distance."""
     first, sampler, num = scale.comparisons[0], paper_sampler(scale.most_steps), ROWS * COLUMNS
     jobs = {method: quality(scale, first.networks(method)[0], sampler) for method in METHOD_NAMES}
@@ -187,7 +189,7 @@ PAPERS = "paper's sampler"
 
 
 @study('Figure "fid-convergence"', "FID against steps for the three methods, and for our solvers")
-def fid_convergence(scale: Scale) -> Steps:
+def fid_convergence(scale: Scale) -> StudySteps:
     steps = [k for k in scale.ks if k <= scale.most_steps]
     networks = {method.upper(): scale.convergence(method) for method in METHOD_NAMES}
     samplers = {PAPERS: [paper_sampler(k) for k in steps]}

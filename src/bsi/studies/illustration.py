@@ -26,7 +26,7 @@ from bsi.oracle import Mixture
 from bsi.pictures import grid
 from bsi.rng import SeededNoise, standard_normal
 from bsi.sampling import Step, measurement, trajectory
-from bsi.studies.outcome import PALETTE, Claim, Outcome, Steps, panels, study
+from bsi.studies.outcome import PALETTE, Claim, Outcome, StudySteps, panels, study
 from bsi.studies.scale import METHOD_NAMES, Scale
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _draw(found: list[Step]) -> Figure:
 
 
 @study('Figure "illustration"', "the five-step picture")
-def illustration(scale: Scale) -> Steps:
+def illustration(scale: Scale) -> StudySteps:
     """Lemma "Posterior Update" holds at each step."""
     yield []
     noise = SeededNoise(SEED, torch.zeros(1, dtype=torch.long), (2,), torch.float64)
@@ -118,7 +118,7 @@ def encoder(method: str, t: float) -> Encoder:
 
 
 @study('Figure "noise-levels"', "encoders of the three methods, mean and sample, over t")
-def noise_levels(scale: Scale) -> Steps:
+def noise_levels(scale: Scale) -> StudySteps:
     yield []
     encoders = {(method, t): encoder(method, t) for method in METHOD_NAMES for t in TIMES}
     rows = []

@@ -217,7 +217,7 @@ class Outcome:
     notes: Sequence[str] = ()
 
 
-Steps = Generator[Sequence[Job], Results, Outcome]
+StudySteps = Generator[Sequence[Job], Results, Outcome]
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Study:
     name: str
     paper: str  # the paper's tables and figures by name, or "new"
     shows: str
-    steps: Callable[[Scale], Steps]
+    steps: Callable[[Scale], StudySteps]
 
     def measurements(self, scale: Scale) -> Sequence[Job]:
         return next(self.steps(scale))
@@ -262,10 +262,10 @@ class Study:
 STUDIES: dict[str, Study] = {}
 
 
-def study(paper: str, shows: str) -> Callable[[Callable[[Scale], Steps]], Study]:
+def study(paper: str, shows: str) -> Callable[[Callable[[Scale], StudySteps]], Study]:
     """Register a study by its steps; `fid_convergence` is the study "fid-convergence"."""
 
-    def register(steps: Callable[[Scale], Steps]) -> Study:
+    def register(steps: Callable[[Scale], StudySteps]) -> Study:
         name = steps.__name__.replace("_", "-")
         return STUDIES.setdefault(name, Study(name, paper, shows, steps))
 

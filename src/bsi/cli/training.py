@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 from bsi.backbones.config import MLPConfig, cost, resolve
-from bsi.cli.options import Count, Device, Json, Run, answer, fill
+from bsi.cli.options import Count, Device, Json, RunPath, answer, fill
 from bsi.cli.options import parse as parse_options
 from bsi.data import store
 from bsi.errors import DataError, UsageError
@@ -80,7 +80,7 @@ class Distill:
     result only draws samples: it has no ELBO and no likelihood. The same command resumes an interrupted run.
     """
 
-    run: Run
+    run: RunPath
     steps: Count = 1000  # Steps of training.
     out: Path | None = None  # The run folder, by default runs/NAME-distilled.
     lr: float = 1e-4  # The first learning rate of AdamW.

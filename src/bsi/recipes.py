@@ -249,7 +249,7 @@ def binary_digits(method: str = "bsi") -> Recipe:
 def text_mini(method: str = "bsi") -> Recipe:
     """Text on a CPU: characters in blocks of 64, a DiT of 0.6M parameters. Prepare your own with `bsi data text`.
 
-    Command: bsi data text --from corpus.txt --length 64; bsi train text-mini --data.name corpus
+    Command: bsi data text --length 64 (Python's manual, or --from corpus.txt); bsi train text-mini
     Hardware: two CPU cores
     """
     return replace(

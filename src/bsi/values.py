@@ -174,7 +174,7 @@ class Symbols:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         if not 2 <= self.count <= MOST:
-            raise UsageError(f"symbols need a count of 2 to {MOST}, got {self.count}. Use Symbols.bytes() for more.")
+            raise UsageError(f"symbols need a count of 2 to {MOST}, got {self.count}. Write more as Symbols.bytes().")
         different = len(set(self.names))
         if self.names and not (len(self.names) == different == self.count):
             raise UsageError(f"symbols need different names for all, or no names: got {different} for {self.count}.")

@@ -15,6 +15,7 @@ from bsi.data.prepare import Preparation, prepare
 from bsi.data.published import Binary, ImageNet32, Mnist
 from bsi.data.store import open_dataset
 from bsi.errors import DataError, UsageError
+from bsi.recipes import text_mini
 from bsi.values import Standardize, Symbols
 from inputs import CORPUS, noise, rows, save_imagenet, save_mnist, save_wav, saved
 
@@ -153,6 +154,14 @@ def test_a_text_dataset_holds_the_text_of_its_file(chunk, tmp_path, monkeypatch)
     assert len(train.encode()) / len(CORPUS.encode()) == pytest.approx(0.75, abs=0.01)
     counts = np.bincount(dataset.train.reshape(-1), minlength=dataset.kind.count) + 1
     np.testing.assert_allclose(dataset.kind.prior, counts / counts.sum())
+
+
+def test_text_without_a_path_is_the_manual_of_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path))
+    dataset = prepare(Text(length=64).plan(), tmp_path / "text")
+    assert len(dataset.train) > 5000
+    assert 'The "assert" statement' in dataset.kind.text(dataset.train[:100].reshape(-1))
+    assert Text(length=64).plan().name == text_mini().data.name
 
 
 def test_folders_of_text_are_read_in_order_with_test_data_from_each_file(tmp_path: Path) -> None:

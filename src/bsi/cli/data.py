@@ -18,7 +18,7 @@ from bsi.data.prepare import prepare
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder
 from bsi.progress import log
-from bsi.values import Standardize
+from bsi.values import Standardize, Symbols
 
 if TYPE_CHECKING:
     from bsi.data.prepare import Source
@@ -119,7 +119,9 @@ class DataOptions:
         # The command that trains on it: with larger patches for large images, and with labels if they were requested.
         outside = dataset.folder.parent.resolve() != data_folder().resolve()
         command = SOURCES[name][1].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
-        if name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
+        if name == "arrays" and isinstance(dataset.kind, Symbols):
+            command = command.replace("arrays", "text-mini" if len(dataset.shape) == 1 else "binary-digits", 1)
+        elif name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:
             command += f", or {'table' if len(dataset.shape) == 1 else 'series'}-mini on a CPU"
         if self.labels:
             command = command.replace(" --data.name ", " --data.labels --data.name ", 1)

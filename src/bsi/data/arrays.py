@@ -37,7 +37,7 @@ from bsi.data.files import BLOCK_BYTES, ArrayFile, for_testing, open_arrays, wal
 from bsi.data.prepare import MAX_CLASSES, Block, Part, Preparation, check_fraction, rows_for_testing
 from bsi.data.store import SPLITS
 from bsi.errors import DataError, UsageError
-from bsi.io import atomic, digest_file, open_untrusted
+from bsi.io import atomic, data_folder, digest_file, make_folder, open_untrusted
 from bsi.values import Bins, Symbols
 
 Kind = Bins | Symbols | None
@@ -168,18 +168,22 @@ def _stored(
 
 @dataclass(frozen=True)
 class Text:
-    """The text of a file, or of the .txt files below a folder, as samples of `length` symbols."""
+    """The text of a file, or of the .txt files below a folder, as samples of `length` symbols.
 
-    summary: ClassVar[str] = "text of a file or of a folder's .txt files; --length, --vocabulary, --test-fraction"
+    Without a path it is the reference of the language that every Python contains for `help()`. It depends on the
+    version of Python; that of 3.11 has 465,126 characters.
+    """
 
-    path: Path
+    summary: ClassVar[str] = "text of a file or of a folder's .txt files, or Python's manual; --length, --vocabulary"
+
+    path: Path | None = None
     length: int = 256
     vocabulary: Literal["chars", "bytes"] = "chars"
     test_fraction: float = 0.1
 
     def plan(self) -> Preparation:
         _check(self.length, self.test_fraction)
-        path, chars = self.path.expanduser(), self.vocabulary == "chars"
+        path, chars = _manual() if self.path is None else self.path.expanduser(), self.vocabulary == "chars"
         files = {"": path}
         if os.path.isdir(path):
             files = {name: path / name for name in walk(path, (".txt",))}
@@ -209,7 +213,7 @@ class Text:
         listed = ", ".join(new[:SHOWN]) + (f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "")
         last = f"the last {self.test_fraction:g} of each file is for testing"
         return Preparation(
-            name=path.resolve().stem if path.is_file() else path.resolve().name,
+            name="text" if self.path is None else path.resolve().stem if path.is_file() else path.resolve().name,
             source=f"the text of {path.resolve().name!r}",
             shape=(self.length,),
             kind=symbols,
@@ -260,6 +264,17 @@ class Text:
                 if "\0" in text:
                     raise DataError(f"{path} is binary: it holds zero bytes. Give text, or --vocabulary bytes.")
                 yield np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _manual() -> Path:
+    """A file in the data folder with the topics of Python's `help()`, sorted by name."""
+    from pydoc_data.topics import topics
+
+    path = data_folder() / "python-manual.txt"
+    make_folder(path.parent)
+    with atomic(path) as temporary:
+        temporary.write_text("\n\n".join(topics[name] for name in sorted(topics)), "utf-8")
+    return path
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ KINDS: dict[str, type[DataKind]] = {"bins": Bins, "symbols": Symbols, "standardi
 SPLITS = ("train", "test")
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
 AGAIN = "Delete its folder and prepare the dataset again."
-OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER"}  # sources of one's own data, and what they are made from
+# Sources of one's own data, and what they are made from.
+OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER", "text": "FILE"}
 
 
 @dataclass(frozen=True)

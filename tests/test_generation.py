@@ -54,13 +54,15 @@ EXAMPLES = [test for cls in (bsi.Model, Density) for test in doctest.DocTestFind
 
 
 @pytest.mark.parametrize("example", [test for test in EXAMPLES if test.examples], ids=lambda test: test.name)
-def test_docstring_examples_run(example):
+def test_docstring_examples_run(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     found = doctest.DocTestRunner().run(example)
     assert (found.failed, found.attempted) == (0, len(example.examples))
 
 
 def test_every_public_method_has_an_example():
-    verbs = "sample trajectory denoise inpaint restore interpolate predict score log_likelihood elbo from_pretrained"
+    verbs = "sample trajectory denoise inpaint restore interpolate predict score log_likelihood elbo fit_variance "
+    verbs += "from_pretrained save_pretrained"
     assert {f"Model.{verb}" for verb in verbs.split()} <= {test.name for test in EXAMPLES if test.examples}
 
 
@@ -107,6 +109,15 @@ def test_per_column_units_are_restored_and_rejected_by_denoise():
         exact().denoise(torch.zeros(2, 2, dtype=torch.uint8), 1.0)
     with pytest.raises(UsageError, match="mask"):
         exact().inpaint(torch.zeros(2, 2), torch.ones(3))
+
+
+def test_a_mask_may_be_of_any_type_and_be_shared_by_samples_and_channels():
+    model, images = bsi.load("digits"), torch.tensor(bsi.data.open_dataset("digits").test[:2])
+    mask = torch.ones(2, 1, 8, 8)
+    mask[..., 4:, :] = 0
+    expected = model.inpaint(images, mask, steps=2)
+    for same in (mask[0, 0].numpy().astype(np.float64), mask[0].bool(), mask[:1, 0].to(torch.uint8), mask[0, :, :, :1]):
+        assert torch.equal(model.inpaint(images, same, steps=2), expected)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

@@ -153,6 +153,8 @@ def test_numpy_arrays_and_float64_are_data_too():
     """Float64, NumPy's default, is standardized as it is and then computed with in the dtype of the network."""
     standardize = bsi.Standardize(mean=1e6, std=2.0)
     model = bsi.Model(bsi.backbones.build("mlp-8x1", (4,)), bsi.BSI(alpha_M=1e3), (4,), data=standardize)
+    assert "BSI(" in str(model)
+    assert "std=2.0" in str(model)
     standard = np.random.default_rng(0).normal(size=(6, 4))
     x = 1e6 + 2 * standard
     assert model.values(x).dtype == torch.float32

@@ -74,6 +74,10 @@ class Density(nn.Module):
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
 
+    def extra_repr(self) -> str:
+        """What `print(model)` shows before the network."""
+        return f"{self.method}, shape={self.shape}, data={self.kind!s:.200}"
+
     @property
     def bins(self) -> Bins | None:
         return self.kind if isinstance(self.kind, Bins) else None

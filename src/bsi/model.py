@@ -190,7 +190,8 @@ class Model(Density):
 
         Args:
             x: Data; ignored where the mask is 0.
-            mask: 1 or True where x is known; one for all samples, or one for each.
+            mask: 1 or True where x is known; one for all samples, or one for each. One for all may have the shape
+                (height, width) or (1, height, width) for images with several channels.
             precision: By default x is known exactly; a finite number is that of measurements with noise.
             iterations: Backward passes for each prediction. The other arguments are those of `sample`.
 
@@ -205,9 +206,10 @@ class Model(Density):
             True
         """
         self.check_denoiser()
-        y, mask = self.values(x).to(self.device), as_tensor(mask).to(self.device)
-        if mask.shape not in (self.shape, (len(y), *self.shape)):
-            raise UsageError(f"a mask has the shape of one sample or of all, got {tuple(mask.shape)} for {self.shape}")
+        y, mask = self.values(x).to(self.device), as_tensor(mask).to(self.device, self.dtype)
+        if mask.shape != y.shape[:1] + self.shape and not _expands(mask.shape, self.shape):
+            got = f"got {tuple(mask.shape)} for {len(y)} samples of {self.shape}"
+            raise UsageError(f"a mask has the shape of one sample (or expands to it) or of all, {got}.")
         if self.symbols is not None and precision != math.inf:
             raise UsageError(f"symbols are known exactly or not at all, got precision={precision}. Leave it out.")
         mask, sampler = mask.expand(len(y), *self.shape), replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
@@ -385,6 +387,13 @@ class Model(Density):
 
         A network of `bsi.backbones` is rebuilt by `from_pretrained`; your own is passed again:
         `bsi.Model.from_pretrained("my-model", backbone=MyNet())`.
+
+        Example:
+
+            >>> model = bsi.Model.from_pretrained("digits")
+            >>> folder = model.save_pretrained("my-digits")
+            >>> bsi.Model.from_pretrained(folder).shape
+            (1, 8, 8)
         """
         from bsi.runtime import export
 
@@ -397,6 +406,10 @@ class Model(Density):
 
         with tempfile.TemporaryDirectory() as folder:
             return export.upload(self.save_pretrained(folder, repository.rpartition("/")[2]), repository, private)
+
+
+def _expands(shape: torch.Size, to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _numbers(num: int | range, batch_size: int = 1) -> Rows:

@@ -289,9 +289,9 @@ class Standardize:
             raise UsageError(f"standardizing needs a finite mean and a positive std for each element, {got}")
 
     @classmethod
-    def fit(cls, data: Float[Tensor, "..."]) -> Standardize:
+    def fit(cls, data: Float[Tensor, "..."] | Float[np.ndarray, "..."]) -> Standardize:
         """The standardization of data of shape (n, *sample): one number per element of a vector, or per channel."""
-        x = data.double()
+        x = as_tensor(data).double()
         axes = [axis for axis in range(x.ndim) if axis != 1]
         return cls.of(x.mean(axes).reshape(-1).tolist(), x.var(axes, correction=0).sqrt().reshape(-1).tolist())
 

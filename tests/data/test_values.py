@@ -61,6 +61,7 @@ def test_units_are_per_element_of_a_vector_and_per_channel_of_the_rest(shape: tu
     units = torch.arange(1, numbers + 1).double().view(-1, *[1] * len(shape[1:]))
     data = (torch.randn(500, *shape, dtype=torch.float64) + 7) * 10**units if shape else torch.randn(500).double()
     standardize = Standardize.fit(data)
+    assert Standardize.fit(data.numpy()) == standardize
     assert isinstance(standardize.mean, tuple) == (numbers > 1)
     x = standardize.values(data)
     axes = [axis for axis in range(x.ndim) if axis != 1]

@@ -409,7 +409,7 @@ def write_model_folder(trained: Trained, folder: Path) -> Path:
     if isinstance(trained.recipe, Recipe):
         origin += f", trained on {trained.data.name or 'your data'} with `bsi train {name}`, step {trained.step}"
     own = "" if trained.recipe.backbone else f", backbone={trained.network.rpartition('.')[2]}(...)"
-    weights = "an exponential moving average" if trained.ema else "those that the model had"
+    weights = "an exponential moving average" if trained.ema else "those of the model when it was saved"
     make_folder(folder, "the folder")
     write_export(folder / MODEL_FILE, trained)
     write_json(folder / "config.json", trained.about())

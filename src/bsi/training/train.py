@@ -9,6 +9,7 @@ A call with the same `out` resumes; for a finished run it returns at once. `bsi 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -78,8 +79,10 @@ class Run:
         status = RunFolder(self.path).read_status()
         lines = [f"{self.path}: {status.get('state', 'not begun')}, step {status.get('step', 0)}"]
         for found in self.evaluations()[-1:]:
-            error = f" ± {found['error']:.4f} (Monte Carlo) ± {found['data_error']:.4f} (data set)"
-            lines.append(f"test samples: {found['bits_per_dim']:.4f} bits/dim{error}, step {found['step']}")
+            unit, scale = ("bits", 1.0) if found.get("binned", True) else ("nats", math.log(2))
+            bound, *errors = (scale * float(found[name]) for name in ("bits_per_dim", "error", "data_error"))
+            text = f"{bound:.4f} {unit}/dim ± {errors[0]:.4f} (Monte Carlo) ± {errors[1]:.4f} (data set)"
+            lines.append(f"test samples: {text}, step {found['step']}")
         return "\n  ".join(lines)
 
 

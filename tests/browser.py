@@ -1,4 +1,4 @@
-"""Pages in Chromium: they print nothing on the console, load nothing from elsewhere, and everyone can use them."""
+"""Pages in Chromium: they print nothing on the console, load nothing from other hosts, and are accessible."""
 
 import shutil
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def silent_page(browser: Any, address: str) -> Iterator[Any]:
-    """A page that prints nothing on the console and loads nothing from elsewhere."""
+    """A page that prints nothing on the console and loads nothing from other hosts."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000}, reduced_motion="reduce", color_scheme="light")
     printed: list[str] = []
     loaded: list[str] = []

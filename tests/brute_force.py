@@ -1,4 +1,4 @@
-"""Jointly Gaussian numbers by linear algebra, knowing nothing of the paper: what the closed forms are tested against.
+"""Jointly Gaussian variables by linear algebra, independent of the paper's formulas, which are tested against them.
 
 A variable is offset + coefficients . (independent standard Normals), held as one vector; sums and multiples of
 variables are those of the vectors.

@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 
 
 def functions(method: Method) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Functions of (x, t, eps) that are to be one graph."""
+    """Functions of (x, t, eps) that must compile to one graph."""
     denoiser, grid, bins = Denoiser(Net(), method), paper_grid(method, 4), Bins(-1.0, 1.0, 17)
     proposal = ExpectedError(method.levels.low, method.levels.high, offset=0.1)
     weight = edm_weight(method)

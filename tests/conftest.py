@@ -7,13 +7,13 @@ import pytest
 
 import repetitions
 
-# Small networks: one thread per process is faster than two that wait for each other.
+# Networks are small: one thread per process is fastest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """No shape checks, into which the compiler cannot look, and which cost more than small tensors do."""
+    """Switch shape checks off: the compiler cannot trace them, and they are slow for small tensors."""
     import torch
 
     with repetitions.unchecked():

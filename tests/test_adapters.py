@@ -1,4 +1,4 @@
-"""Adapters: the same function in other coordinates, there and back, up to rounding."""
+"""Adapters: the same function in other coordinates, in both directions, up to rounding."""
 
 import math
 
@@ -75,23 +75,23 @@ def test_adapters_round_trip_to_the_same_network(method, dtype, rounding):
 
 
 def test_a_foreign_denoiser_is_called_only_within_its_noise_range():
-    method, asked = BSI(), []
+    method, requested = BSI(), []
 
     def denoiser(z, sigma):
-        asked.append((z, sigma))
+        requested.append((z, sigma))
         return z
 
     level = level_at(method, 1 / torch.tensor([500.0, 81.0, 79.0], dtype=torch.float64))
     w = torch.ones(3, 2, dtype=torch.float64)
     from_denoiser(method, denoiser)(method.encoder(level).noise[:, None] * w, level)
-    ((z, sigma),) = asked
+    ((z, sigma),) = requested
     torch.testing.assert_close(sigma, torch.tensor([80.0, 80.0, 79.0], dtype=torch.float64))
     torch.testing.assert_close(z, sigma[:, None] * w, msg="the noise, standardized, is the same")
 
 
 @pytest.mark.parametrize("method", [BSI(), BFN()], ids=repr)
 def test_a_foreign_denoiser_samples_from_its_noisiest_level(method):
-    """BSI and BFN start at sigma = infinity, where no denoiser was trained: it is asked at sigma_max instead."""
+    """BSI and BFN start at sigma = infinity, where no denoiser was trained: it is evaluated at sigma_max instead."""
     noise = torch.randn(64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     grid = paper_grid(method, 64) if isinstance(method, BSI) else geometric_grid(method, 64)
     ours, theirs = (

@@ -1,4 +1,4 @@
-"""Input without a meaning is a ValueError that names the problem, the value and the fix. Nothing is clamped silently.
+"""Invalid input is a ValueError that names the problem, the value and the fix. Nothing is clamped silently.
 
 The checks of shapes that pytest switches on are switched off here, as they are for users.
 """
@@ -195,7 +195,7 @@ def test_the_schedule_of_a_bound_must_reach_the_reconstruction():
     grid, i = at(0.01, 1.0, 100.0), torch.zeros(2, dtype=torch.int64)
     loss = lambda: finite_measurement_loss(bsi.BSI(), predict, zeros(2, 3), grid, i, zeros(2, 3))  # noqa: E731
     rejected(loss, "100.0", "1000000.01")
-    sample(bsi.BSI(), predict, noise, grid)  # sampling may stop early
+    sample(bsi.BSI(), predict, noise, grid)  # sampling may end before the last level
 
 
 # Shapes
@@ -293,7 +293,7 @@ def test_empty_batches_are_rejected():
     rejected(lambda: model().sample(2, batch_size=0), "batch_size=0")
 
 
-# What a newcomer passes
+# Frequent mistakes
 
 
 def test_data_that_is_no_tensor_raises_with_the_conversion():

@@ -1,4 +1,4 @@
-"""The bound of a set of samples: unbiased, with errors that hold, whichever rank computes which part of it."""
+"""The bound of a set of samples: unbiased, with correct errors, on any number of ranks."""
 
 import json
 import math
@@ -136,7 +136,7 @@ def test_levels_are_equally_spaced_within_each_sample_and_over_each_block():
 
 
 def noted(method, count: int = 20) -> tuple[EvaluatedModel, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A model that notes the latents and the levels that it is evaluated at."""
+    """A model that records the latents and the levels that it is evaluated at."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def predict(latent, level):
@@ -286,7 +286,7 @@ def test_every_evaluation_has_independent_noise(estimator):
     found = estimate(model, replace(estimator, target_error=target))
     assert found.rounds > 1
     latents = torch.cat([latent for latent, _ in seen]).flatten(1)
-    assert len(latents) == len(latents.unique(dim=0)) == found.evaluations, "the pilot's never enter the estimate"
+    assert len(latents) == len(latents.unique(dim=0)) == found.evaluations, "the pilot is not in the estimate"
 
 
 @pytest.mark.parametrize("estimator", [PLAIN, LEARNED], ids=lambda e: e.proposal)
@@ -343,7 +343,7 @@ def test_the_bound_during_training_is_of_a_random_subset():
     assert abs(float(found) - float(exact)) < 4 * error
     first = model.elbo(data[:256])
     error = math.hypot(first.monte_carlo_error, first.data_error, exact.monte_carlo_error)
-    assert float(first) < float(exact) - 4 * error, "the first samples are another set"
+    assert float(first) < float(exact) - 4 * error, "the first samples are no random subset"
 
 
 class Scale(torch.nn.Module):
@@ -364,7 +364,7 @@ def test_ranks_evaluate_the_batches_of_one(count, size):
 
 
 def test_a_failure_on_one_rank_fails_all_of_them():
-    """Otherwise the others would wait for it."""
+    """Otherwise the other ranks would wait for it."""
 
     def fail() -> None:
         raise KeyError("interrupted")
@@ -374,7 +374,7 @@ def test_a_failure_on_one_rank_fails_all_of_them():
 
 
 def summary(world: World) -> dict[str, float]:
-    """Of a set that two ranks cannot share evenly, and of one sample, which leaves one rank with nothing to do."""
+    """For a set that two ranks cannot divide evenly, and for one sample, where one rank has no work."""
     estimator = replace(LEARNED, batch_size=4)
     found, single = (estimate(small_model().on(pixels(count)), estimator, world) for count in (31, 1))
     return {**found.record(), "evaluations": found.evaluations, "single": float(single)}

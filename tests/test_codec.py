@@ -1,4 +1,4 @@
-"""Lossless compression: every bit comes back, the size is the bound's, and damage is never silent."""
+"""Lossless compression: exact restoration, the size of the bound, and detection of damage."""
 
 import hashlib
 from dataclasses import replace
@@ -19,7 +19,7 @@ SHAPE, BINS = (1, 4, 4), Bins(-1.0, 1.0, 9)
 
 
 class Shrink(nn.Module):
-    """A network without training that knows one thing: where the data's mean is."""
+    """An untrained network that predicts the data's mean."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ FUNCTIONS = [
 
 
 def compiled(backend: str) -> tuple[set[str], str]:
-    """What was compiled and agreed, and what went wrong."""
+    """The functions that were compiled and agreed, and stderr."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, str(SCRIPT), backend],

@@ -114,7 +114,7 @@ def test_the_moment_matched_prediction_is_exact_for_gaussian_data(method):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_without_information_the_prediction_follows_the_measurement(method):
-    """At the first level d x_hat / d psi vanishes; the prediction is still that of y and the prior, nearly."""
+    """At the first level d x_hat / d psi vanishes; the prediction is still nearly that of y and the prior."""
     data, y = Mixture.gaussian(at(0.2, 0.1), torch.stack([at(0.3, 0.2), at(0.2, 0.4)])), at(0.9)
     matrix = torch.stack([at(1.0, 0.0)])
     predict = measured(method, data.predictor(method), lambda x: x @ matrix.T, y.expand(3, 1), 50.0)
@@ -162,7 +162,7 @@ def test_inpainting_by_moments_is_nearer_to_the_posterior_than_replacement(metho
 
 @pytest.mark.parametrize("variance", [(0.5, -0.3), (0.5, -0.289)])
 def test_directions_of_negative_variance_are_ignored(variance):
-    """V + 1 / a is nearly 0 in the second direction, on either side: solving with it is off by 30 or 289 times."""
+    """V + 1 / a is nearly 0 in the second direction: solving with it gives errors of a factor of 30 or 289."""
     method, level, y = BSI(), at(3.0).expand(4), torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).double()
     encoder = method.encoder(level[:1])
     slope = at(*variance) * encoder.signal / encoder.noise.square()
@@ -229,19 +229,19 @@ def test_unknown_values_may_be_nan():
 
 
 def test_measurements_must_be_finite():
-    """Bin indices, as integers are elsewhere, made a latent of zeros: the signal was cast to an integer."""
+    """Integer data once gave a latent of zeros, since the signal was cast to an integer."""
     method, predict, noise = BSI(), mixture().predictor(BSI()), path(3)
     whole, missing = torch.full((3, 2), 200, dtype=torch.uint8), torch.full((3, 2), math.nan, dtype=torch.float64)
     mask = torch.tensor([[1, 0]]).expand(3, 2)
-    for refused in (
+    for rejected in (
         lambda y: denoise(method, predict, noise, y, 100.0),
         lambda y: measured(method, predict, lambda x: x, y, 100.0),
         lambda y: inpainted(method, predict, y, mask),
     ):
         with pytest.raises(UsageError, match=r"not of bins: got torch\.uint8"):
-            refused(whole)
+            rejected(whole)
         with pytest.raises(DataError, match="NaN or infinity"):
-            refused(missing)
+            rejected(missing)
 
 
 def test_a_measured_predictor_differentiates_under_no_grad():

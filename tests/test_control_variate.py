@@ -22,7 +22,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def images(count: int = 40, seed: int = 0) -> torch.Tensor:
-    """Values on the bins of BINS, neighbors alike."""
+    """Values on the bins of BINS, with correlated neighbors."""
     x = torch.randn(count, 2, 3, 4, generator=generator(seed), dtype=torch.float64).cumsum(-1) / 3
     return BINS.values(BINS.indices(x), torch.float64)
 
@@ -53,7 +53,7 @@ def test_wiener_is_the_posterior_mean_of_gaussian_data(method):
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 2)])
 def test_the_conditional_reference_is_exact_for_gaussian_data(shape):
-    """The conditional mean by its textbook formula, from the covariance itself; whatever the value is."""
+    """The conditional mean by its textbook formula, from the covariance itself; it does not depend on the value."""
     x = torch.randn(300, *shape, generator=generator(), dtype=torch.float64).cumsum(-1)
     wiener, rounding = Wiener.fit(BSI(), torch.exp(knots(BSI().levels, 3)), x), 0.01
     axes = torch.ones(1, 1, dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_the_regression_finds_the_coefficients_of_the_integrand():
 
 
 def test_a_small_pilot_selects_an_exact_reference():
-    """Up to where its error is about to vanish, and is all but 0 in most draws."""
+    """Up to the levels where its error is almost 0 in most draws."""
     x = images(50)
     basis = Basis.fit(BSI(), x, BINS)
 

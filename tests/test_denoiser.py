@@ -144,7 +144,7 @@ def test_bfns_first_prediction_is_finite_in_value_and_gradient(parametrization):
     if parametrization == "epsilon":
         assert (x_hat == 0).all()
     else:
-        assert x_hat.tolist() == [[0.3] * 3] * 2  # sigma_data times what the network makes of nothing
+        assert x_hat.tolist() == [[0.3] * 3] * 2  # sigma_data times the network's output for a latent of 0
     assert BFN().parametrization == "epsilon"
 
 

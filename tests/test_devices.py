@@ -1,4 +1,4 @@
-"""The memory of a host and the number of threads that pays off, and that commands and runs report them."""
+"""The memory of a host and the fastest number of threads, and their use in commands and runs."""
 
 import os
 import time
@@ -39,7 +39,7 @@ def test_threads_are_compared_and_restored() -> None:
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(("slow", "threads", "said"), [(3, None, True), (1, None, False), (3, 3, False)])
 def test_a_run_reports_when_one_thread_is_faster(slow, threads, said, monkeypatch, tmp_path, capfd) -> None:
-    """And computes with the threads that it was given: other sums would be rounded differently."""
+    """The number of threads is not changed: sums would be rounded differently."""
     plain, work = bsi.backbones.MLPConfig(8, 1), busy(slow)
     recipe = replace(bsi.recipes.digits(), backbone=plain, steps=1, batch=16, threads=threads)
 

@@ -40,7 +40,7 @@ class Zero(torch.nn.Module):
 
 
 def gaussian_posterior(method: Method) -> Predictor:
-    """The posterior mean of unit-Gaussian data: edm coefficients with a network that says nothing."""
+    """The posterior mean of unit-Gaussian data: edm coefficients with a network that returns 0."""
     return Denoiser(Zero(), method, "edm")
 
 
@@ -79,7 +79,7 @@ def test_golden_infinite_bound_by_quadrature(make, value, settings):
         level = torch.tensor([math.exp(log_level)], dtype=torch.float64).clamp(method.levels.low, method.levels.high)
         encoder = method.encoder(level)
         if encoder.signal.item() == encoder.noise.item() == 0:
-            return 0.5  # BFN's first level: nothing known, unit variance, at level 1
+            return 0.5  # BFN's first level: no information, unit variance, at level 1
         return 0.5 * mean_squared_error(method, level).item() * level.item()
 
     ends = math.log(method.levels.low), math.log(method.levels.high)
@@ -118,7 +118,7 @@ def test_golden_infinite_bound_through_the_estimator(make, value, settings):
 )
 @pytest.mark.parametrize("k", [1, 3, 10])
 def test_bound_is_never_below_the_exact_negative_log_likelihood(method, k):
-    """With a linear predictor every variable of the generative process is Gaussian, and everything is known.
+    """With a linear predictor every variable of the generative process is Gaussian and has a closed form.
 
     The measurement and prior terms are together KL(q(psi_0 .. psi_k | x) || p(psi_0 .. psi_k)), a KL of two joint
     Gaussians. All terms are quadratic in the noise, so that eps = +-1 averages them exactly.
@@ -378,7 +378,7 @@ def test_block_sums_include_errors_that_cancel():
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (1, 1, 1, 1, 1)], ids=str)
 def test_the_variance_between_samples_is_unbiased(sizes, shared):
     """Known samples; noise three times as large, in replicates of unequal precision, with and without errors that all
-    samples of a replicate share: the average over many estimates is the truth."""
+    samples of a replicate share: the average over many estimates is the true value."""
     generator = torch.Generator().manual_seed(2)
     true = torch.randn(50, generator=generator, dtype=torch.float64)
     scale = 3 * torch.tensor(sizes).double() ** -1.5  # as strata shrink it: faster than 1 / sqrt(m)
@@ -399,8 +399,8 @@ def test_the_variance_between_samples_is_unbiased(sizes, shared):
 def test_a_data_error_is_right_or_marked_as_an_upper_limit(spread, least, most):
     """400 sets of 40 samples that differ by `spread` under Monte Carlo noise of 2 in each of two replicates.
 
-    Differences that the noise hides are called resolved about as seldom as two standard errors promise, and the error
-    is hardly ever below three quarters of what it is. It is never 0.
+    Differences below the noise are called resolved about as rarely as two standard errors imply. The error is rarely
+    below three quarters of the true one, and never 0.
     """
     generator = torch.Generator().manual_seed(5)
 
@@ -410,7 +410,7 @@ def test_a_data_error_is_right_or_marked_as_an_upper_limit(spread, least, most):
         expected = true.std().item() / math.sqrt(40) / math.log(2)
         assert bound.data_error > 0
         raw = bound.nats.std().item() / math.sqrt(40) / math.log(2)
-        assert bound.data_resolved or bound.data_error < raw * (1 + 1e-9), "noise does not bring samples closer"
+        assert bound.data_resolved or bound.data_error < raw * (1 + 1e-9), "noise does not reduce the spread"
         assert ("at most" in str(bound)) != bound.data_resolved
         return bound.data_resolved, bound.data_error < 0.75 * expected
 

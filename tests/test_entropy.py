@@ -1,4 +1,4 @@
-"""No reported bound is below the entropy of the data: rounding gives a latent no information about x (row 41)."""
+"""No reported bound is below the entropy of the data: rounding errors do not leak x into a latent (row 41)."""
 
 import math
 import re
@@ -23,7 +23,7 @@ GAUSSIAN = Mixture.gaussian(torch.zeros(4, dtype=torch.float64), torch.eye(4, dt
 
 
 class Zero(torch.nn.Module):
-    """As untrained networks predict with preconditioning: the best linear prediction."""
+    """The best linear prediction, as by an untrained network with preconditioning."""
 
     def forward(self, input, t):
         return torch.zeros_like(input)
@@ -40,7 +40,7 @@ def continuous(method, **settings) -> bsi.Model:
 @pytest.mark.parametrize("last", [1e12, 1e14, 1e16, 1e20, 1e30, 1e300])
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_a_gaussian_never_costs_less_than_its_entropy(name: str, last: float) -> None:
-    """What is rejected names the largest precision that is not, and with that the bound holds."""
+    """The error names the largest admissible precision, and with that the bound holds."""
     x, method = normal(512, 4), PRECISIONS[name](last)
     least = -float(GAUSSIAN.log_density(x.double()).mean()) / (4 * math.log(2))
     while True:
@@ -73,7 +73,7 @@ def test_uniform_bins_cost_at_least_their_entropy(name: str, count: int) -> None
 def test_data_coarser_than_the_last_noise_is_rejected(name: str) -> None:
     method = PRECISIONS[name](1e6)
     for data, kind in (
-        (1000 + 1e-2 * normal(64, 4), bsi.Standardize(1000.0, 1e-2)),  # few digits are left of a small deviation
+        (1000 + 1e-2 * normal(64, 4), bsi.Standardize(1000.0, 1e-2)),  # a small deviation loses digits
         (normal(64, 4).half(), None),
         (normal(64, 4).bfloat16(), None),
         (1e5 * normal(64, 4), None),
@@ -108,7 +108,7 @@ def test_rounded_values_give_a_warning_that_there_is_no_density(step: float, las
 
 
 def test_stored_samples_are_said_to_have_no_density_once() -> None:
-    """They are read in batches, and each batch has other values."""
+    """Data is read in batches, and each batch has other values."""
     with pytest.warns(UserWarning, match="repeated") as warned:
         continuous(bsi.BSI()).elbo(as_source((4 * normal(512, 4)).round()), batch_size=64)
     assert len(warned) == 1
@@ -128,7 +128,7 @@ def test_one_column_of_integers_among_many_is_named() -> None:
         model.elbo(x)
 
 
-# What a binned model takes
+# Data for models of bins
 
 
 def test_values_in_0_to_1_are_rejected_for_bins_from_minus_1() -> None:

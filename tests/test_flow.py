@@ -45,7 +45,7 @@ def test_the_flow_assigns_the_exact_density_of_a_mixture(method):
 
 
 def test_vdms_prior_is_exact_for_data_of_unit_variance():
-    """Such data has latents of unit variance, as its prior has: nothing is lost at a first level far from noise."""
+    """Such data has latents of unit variance, like its prior: the prior is exact at any first level."""
     method, data = VDM(nu_min=1.0, nu_max=1e3), Mixture.isotropic(torch.zeros(1, 2, dtype=torch.float64), 1.0)
     flow = flow_density(method, data.predictor(method), points(4))
     torch.testing.assert_close(flow.log_density, noisy(data, method).log_density(points(4)), rtol=0, atol=1e-5)
@@ -108,7 +108,7 @@ def test_data_in_bins_has_its_exact_probability(method):
     assert (flow.log_density < torch.log(data.weights)).all()
     assert flow.error > 0
     alone = replace(flow, log_density=flow.log_density[:1], w=flow.w[:1])
-    assert math.isnan(alone.error)  # one sample does not say how much samples differ
+    assert math.isnan(alone.error)  # one sample has no spread
 
 
 def test_dequantized_values_stay_in_their_bins():
@@ -126,7 +126,7 @@ def test_dequantized_values_stay_in_their_bins():
         seen.clear()
         binned_flow(method, predict, index, bins, torch.full((1, 3), value, dtype=torch.float64))
         assert torch.equal(bins.indices(seen[0]).long(), index)
-    # Where a bin holds all of the noise; and torch.rand draws 0 now and then.
+    # Where a bin is much wider than the noise. torch.rand sometimes draws 0.
     sharp = binned_flow(BFN(), lambda x, _: 0 * x, torch.tensor([[3]]), Bins(-1.0, 1.0, 17), torch.zeros(1, 1))
     assert sharp.log_density.isfinite().all()
 

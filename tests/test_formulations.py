@@ -116,7 +116,7 @@ def test_euler_maruyama_step_is_the_printed_one():
 
 @pytest.mark.parametrize("method", BELIEFS, ids=repr)
 def test_euler_maruyama_step_tends_to_the_bsi_step(method):
-    """They differ in lambda against lambda + alpha: by O(alpha) relative to the step, gone as alpha -> 0."""
+    """They differ in lambda against lambda + alpha: by O(alpha) relative to the step."""
     level, mu, eta, eps = 4.0, 0.7, -0.3, 1.3
     gaps = []
     for alpha in (1e-2, 1e-4, 1e-6):
@@ -129,7 +129,7 @@ def test_euler_maruyama_step_tends_to_the_bsi_step(method):
 
 
 def test_interpolant_loss_is_the_measurement_loss_up_to_an_offset():
-    """Integrated over lambda it is L_M less alpha_M |x|^2 / 2, which no prediction changes."""
+    """Integrated over lambda it is L_M less alpha_M |x|^2 / 2, which does not depend on the prediction."""
     method, count = BELIEFS[0], 4000
     generator = torch.Generator().manual_seed(0)
     x, eps = torch.randn(2, count, 3, generator=generator, dtype=torch.float64)
@@ -205,7 +205,7 @@ def test_noising_forgets_the_sample_only_for_a_deterministic_initial_belief(meth
 
 @pytest.mark.parametrize("method", NOISED, ids=repr)
 def test_noising_inverts_the_encoder(method):
-    """q(mu' | x) noised is q(mu | x): the encoder is the same at every level, whichever way one comes."""
+    """q(mu' | x) noised is q(mu | x): the encoder at a level is the same from either direction."""
     x, count = torch.full((100_000, 1), 0.8, dtype=torch.float64), 100_000
     sharp, level = torch.full((count,), 30.0, dtype=torch.float64), torch.full((count,), 4.0, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)

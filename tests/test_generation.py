@@ -1,4 +1,4 @@
-"""What a model draws and says of a sample, against closed forms: Gaussian data, whose predictor is exact."""
+"""Samples and likelihoods of a model, against closed forms for Gaussian data, whose predictor is exact."""
 
 import doctest
 import math
@@ -21,7 +21,7 @@ MEAN, COVARIANCE = at(0.3, -0.2), torch.stack([at(1.0, 0.6), at(0.6, 0.8)])
 
 
 class Silent(torch.nn.Module):
-    """A network of one float64 parameter, which is never called."""
+    """A network with one float64 parameter, which is never called."""
 
     def __init__(self) -> None:
         super().__init__()

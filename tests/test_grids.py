@@ -1,4 +1,4 @@
-"""Grids: where they start and end, how they are spaced, what is refused."""
+"""Grids: where they start and end, how they are spaced, which are rejected."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_the_papers_grid_is_geometric_for_bsi_and_vdm():
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_geometric_steps_are_equal_in_the_logarithm_of_the_information(method):
     steps = torch.diff(torch.log(method.gain(geometric_grid(method, 12)) + method.c))
-    steps = steps[torch.isfinite(steps)]  # the first of a method that starts with none
+    steps = steps[torch.isfinite(steps)]  # the first step of a method that starts without information
     torch.testing.assert_close(steps, steps.mean().expand_as(steps), rtol=1e-9, atol=0)
 
 
@@ -47,7 +47,7 @@ def test_edm_steps_are_equal_in_the_seventh_root_of_sigma(method):
     roots = (encoder.noise[1:] / encoder.signal[1:]) ** (1 / 7)
     steps = torch.diff(roots)
     torch.testing.assert_close(steps, steps.mean().expand_as(steps), rtol=1e-6, atol=0)
-    first = float(roots[0] - steps.mean()) ** 7  # where the first step would have started
+    first = float(roots[0] - steps.mean()) ** 7  # the start of the skipped first step
     nothing_known = method.c == 0 and not isinstance(method, VDM)
     expected = 20.0 if nothing_known else math.exp(2.5) if isinstance(method, VDM) else 80.0
     assert first == pytest.approx(expected, rel=1e-6)
@@ -65,7 +65,7 @@ def test_the_level_of_a_signal_to_noise_ratio_is_where_the_encoder_has_it(method
 
 @pytest.mark.parametrize("method", [*METHODS, BSI(lambda_0=0.1)], ids=repr)
 def test_a_grid_given_as_a_list_or_in_float32_starts_at_the_prior(method):
-    """Neither 0.01 nor 0.1 is a number of float32: the nearest is less than the one, and more than the other."""
+    """Neither 0.01 nor 0.1 is exact in float32: one is rounded down, the other up."""
     levels = geometric_grid(method, 5)
     assert torch.equal(check_grid(method, levels.tolist()), levels)
     rounded = check_grid(method, levels.float())

@@ -9,10 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "bsi"
 
-# What everything may import; it imports nothing of the package.
+# Modules that all others may import; they import no other module of the package.
 FLOOR = {"devices", "errors", "io", "progress", "rng", "values"}
 
-# From the mathematics up to the faces. A module may import its own layer and those below.
+# From the mathematics up to the interfaces. A module may import its own layer and those below.
 LAYERS = [
     {"brownian", "gaussian", "levels", "likelihood", "symbols"},
     {"methods"},
@@ -43,10 +43,10 @@ LAYERS = [
     {"evaluation", "integrations", "report", "studies", "cli", "app", "__main__"},
 ]
 
-# Importable from above, and themselves importing nothing but the floor and themselves.
+# Importable from above; they import only the lowest layer and themselves.
 LEAVES = {"backbones", "data", "kernels", "metrics", "pictures"}
 
-# The only two that use kernels, which import networks in turn: inside functions, and only where kernels can run.
+# The only two modules that use kernels: inside functions, and only where kernels can run.
 HOOKS = {"backbones", "rng"}
 
 # `Model.from_pretrained` and `Model.save_pretrained` call the functions above that read and write files.
@@ -91,7 +91,7 @@ def test_imports_go_downwards(path):
         assert reached == set()
     elif name in LEAVES:
         below = {"kernels": {"backbones"}, "metrics": {"data"}}.get(name, set())
-        assert reached <= below | {name}, f"a leaf imports nothing beside itself: {reached - below - {name}}"
+        assert reached <= below | {name}, f"a leaf imports only itself and the lowest layer: {reached - below - {name}}"
     else:
         own = layer(name)
         for other in reached - LEAVES - {name}:

@@ -77,7 +77,7 @@ def test_levels_rise_from_low_to_high_in_float64(proposal):
     assert (torch.diff(level) > 0).all()
     assert level.max() <= HIGH
     assert level.min() >= LOW
-    assert float(LogUniform(LOW, 7.3e5).icdf(torch.ones(()))) == 7.3e5, "where ln and exp, rounded, lead beyond it"
+    assert float(LogUniform(LOW, 7.3e5).icdf(torch.ones(()))) == 7.3e5, "where rounding of ln and exp leads beyond it"
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e-8, 1e-4, 1e-2, 1.0, 1e3, 1e8])

@@ -30,7 +30,7 @@ def log_mass(bins: Bins, index: int, x_hat: float, precision: float) -> mpmath.m
 @pytest.mark.parametrize("bins", [GREY, BYTE, AUDIO, SKEWED], ids=repr)
 @pytest.mark.parametrize("sharpness", [1e-6, 1e-3, 0.05, 0.5, 1.0, 3.0, 30.0])
 def test_discretized_normal_agrees_with_mpmath_far_into_the_tails(bins, sharpness):
-    """`sharpness` is a bin's width in standard deviations: narrow bins to bins that hold everything."""
+    """`sharpness` is a bin's width in standard deviations: from narrow bins to bins that hold all the mass."""
     precision = (sharpness / bins.width) ** 2
     deviation = 1 / math.sqrt(precision)
     cases = [
@@ -42,7 +42,7 @@ def test_discretized_normal_agrees_with_mpmath_far_into_the_tails(bins, sharpnes
     x_hat = torch.tensor([prediction for _, prediction in cases], dtype=torch.float64)[:, None]
     ours = discretized_normal(bins, index, x_hat, precision)
     for value, (i, prediction) in zip(ours.tolist(), cases, strict=True):
-        # A rounding of the bin's edge, relative to a deviation, is the error nobody can avoid.
+        # A rounding of the bin's edge, relative to a deviation, cannot be avoided.
         slack = 4e-16 * (abs(bins.low) + abs(bins.high)) / deviation * 45
         assert value == pytest.approx(float(log_mass(bins, i, prediction, precision)), rel=1e-10, abs=slack)
 

@@ -42,7 +42,7 @@ def test_the_card_names_data_recipe_commit_bounds_license_and_use(added: Path) -
     assert "`tiny`, step 2" in rows["recipe"]
     assert "commit abc123" in rows["made with"]
     assert "MIT" in rows["license"]
-    assert "Tests / nothing else." in rows["intended use"]  # a bar would end the cell
+    assert "Tests / nothing else." in rows["intended use"]  # an unescaped bar would end the cell
     assert "bfloat16" in rows["network"]
     bounds = [line for line in card.splitlines() if line.startswith("| bits/dim")]
     assert ["before rounding" in line for line in bounds] == [True, False]

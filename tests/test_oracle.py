@@ -60,7 +60,7 @@ def test_posterior_mean_in_one_dimension_is_the_integral(method, t):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_gaussian_data_with_a_full_covariance_is_conditioned_by_linear_algebra(method):
-    """One latent dimension after the other, as six jointly Gaussian numbers."""
+    """Each latent dimension in turn, as six jointly Gaussian numbers."""
     mean, root = np.array([0.3, -1.0, 0.5]), np.array([[1.0, 0, 0], [0.6, 0.5, 0], [-0.3, 0.8, 0.2]])
     level = method.levels.icdf(tensor([0.4]))
     signal, noise = (float(v) for v in (method.encoder(level).signal, method.encoder(level).noise))
@@ -80,7 +80,7 @@ def test_points_without_width_are_recovered_at_the_last_level_and_averaged_at_th
         level = torch.full((3,), method.levels.high, dtype=torch.float64)
         sharp = method.encoder(level).encode(points, torch.ones_like(points))
         torch.testing.assert_close(predict(sharp, level), points)
-        if not isinstance(method, VDM):  # VDM's first latent still knows a little
+        if not isinstance(method, VDM):  # VDM's first latent has some information
             first = torch.full((1,), method.levels.low, dtype=torch.float64)
             start = method.prior(torch.zeros(1, 2, dtype=torch.float64))
             torch.testing.assert_close(predict(start, first), points.mean(0, keepdim=True))
@@ -117,7 +117,7 @@ def test_samples_have_the_mixtures_moments():
 
 
 def test_the_oracle_has_the_smallest_error():
-    """The posterior mean minimizes E |x - x_hat|^2: any other function of psi does worse."""
+    """The posterior mean minimizes E |x - x_hat|^2: any other function of psi has a larger error."""
     method, count = BSI(), 20_000
     generator = torch.Generator().manual_seed(4)
     x = PLANE.sample(

@@ -1,4 +1,4 @@
-"""What is installed is whole: the wheel holds the page, the digits and their network, and works without a checkout."""
+"""Packages are complete: the wheel holds the page, the digits and their network, and works without a checkout."""
 
 import json
 import os

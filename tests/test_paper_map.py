@@ -1,4 +1,4 @@
-"""docs/paper-map.md is true: every row's symbol and test exist, and no statement of the paper is missing."""
+"""docs/paper-map.md is correct: every row's symbol and test exist, and no statement of the paper is missing."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Progress reads well in a terminal of any width, in a pipe, and in the log of a job."""
+"""Progress in a terminal of any width, in a pipe, and in the log of a job."""
 
 import os
 from io import StringIO

@@ -1,4 +1,4 @@
-"""Recipes hold the paper's tables, say where their numbers come from, and survive a trip through JSON."""
+"""Recipes hold the paper's tables and their evidence, and can be stored as JSON."""
 
 import dataclasses
 import json
@@ -147,7 +147,7 @@ def test_intervals_are_due_at_multiples_and_at_the_end() -> None:
     assert every.due(49, 1000) == every.due(0 + 1, 1000)
     assert not every.due(49, 1000)
     assert every.due(50, 1000) == {"journal"}
-    assert every.due(1000, 1000) == {"journal", "sample", "checkpoint"}, "the last is saved, never means never"
+    assert every.due(1000, 1000) == {"journal", "sample", "checkpoint"}, "the last step is saved, and 0 means never"
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,6 @@ def test_a_shorter_run_scales_its_warm_up_and_average() -> None:
     assert (short.steps, short.optimizer.warmup, short.ema.start, short.ema.beta) == (4000, 10, 10, 0.95)
     assert recipes.digits().shortened(8000) == recipes.digits()
     constant = replace(recipes.digits(), optimizer=replace(recipes.digits().optimizer, schedule="constant"))
-    assert constant.shortened(400) == constant, "such a run can be extended"
+    assert constant.shortened(400) == constant, "a run with a constant rate can be extended"
     parsed = parse(["digits", "--steps", "400", "--ema.start", "7"])[0].recipe
     assert parsed == replace(short, steps=400, ema=replace(short.ema, start=7))

@@ -1,4 +1,4 @@
-"""Trajectories: what they yield, what they cost, what they depend on, where more steps lead."""
+"""Trajectories: their states, evaluations, dependence on the seed, and convergence."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def mixture() -> Mixture:
 
 
 class Counting:
-    """A predictor that remembers how often it was asked, and about how many samples."""
+    """A predictor that counts its calls and samples."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -55,9 +55,7 @@ def test_k_steps_yield_k_plus_1_states_and_the_stated_evaluations(method, solver
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_samples_of_one_path_converge_with_more_steps(method):
-    """Strong convergence of order one: additive noise, and a prediction that the noise moves. Another churn has another
-    limit.
-    """
+    """Strong convergence of order one, as for additive noise. Each churn has its own limit."""
     predict, counts = mixture().predictor(method), [16, 32, 64, 128]
 
     def drawn(solver: str, counts: list[int]) -> list[Tensor]:
@@ -84,7 +82,7 @@ def test_independent_noise_gives_other_samples_with_more_steps():
 @pytest.mark.parametrize("noise", [BrownianPath, SeededNoise])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_drawn_sample_depends_on_the_seed_and_its_number_only(method, noise):
-    """The noise to the last bit; a network may round differently in another batch, so that its samples may too."""
+    """The noise is equal bit for bit; a network may round differently in another batch."""
     weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)) / 4
     predict = lambda latent, level: torch.tanh(latent @ weight)  # noqa: E731
     grid = paper_grid(method, 9)
@@ -115,7 +113,7 @@ def test_solvers_that_add_no_noise_draw_none(method):
 
 @pytest.mark.parametrize("method", [*METHODS, BSI(gamma_0=0.1)], ids=repr)
 def test_measurements_lead_from_belief_to_belief(method):
-    """Lemma "Posterior Update", backwards: whatever the solver, each step is the measurement it amounts to."""
+    """Lemma "Posterior Update", backwards: for every solver, a step equals a measurement."""
     for solver in SOLVERS:
         steps = list(trajectory(method, Counting(), path(count=4), geometric_grid(method, 6), solver))
         for before, after in itertools.pairwise(steps):

@@ -46,7 +46,7 @@ def fixed(start: float, end: float) -> Tensor:
 
 
 def heun(method: Method, predict: Callable[[Tensor, Tensor], Tensor], grid: Tensor) -> Tensor:
-    """Heun's method for dw = x_hat d rho, a reference with two evaluations a step; BFN's first step is as ever."""
+    """Heun's method for dw = x_hat d rho, a reference with two evaluations per step; BFN's first step is unchanged."""
     path, latent = Path.of(method, grid), method.prior(fixed(0, 0))
     for i, step in enumerate(torch.diff(path.rho)):
         x_hat = predict(latent, grid[i].expand(len(latent)))
@@ -135,7 +135,7 @@ DATA = Law(torch.full_like(VARIANCES, 0.5), VARIANCES)
 
 @functools.cache
 def limit(method: Method) -> Law:
-    """VDM's is not quite the data: its prior is not quite its encoder."""
+    """VDM's limit is not exactly the data, since its prior is not exactly its encoder."""
     return solved(sde2, method, geometric_grid(method, 4096), DATA)
 
 
@@ -259,7 +259,7 @@ def wasserstein(method: Method, solver: str, k: int) -> Tensor:
 
 
 def gap(method: Method, solver: str, k: int) -> float:
-    """How much nearer to the data than the paper's sampler a solver is, in standard errors."""
+    """How much closer to the data a solver is than the paper's sampler, in standard errors."""
     difference = wasserstein(method, "posterior", k) - wasserstein(method, solver, k)
     return float(difference.mean() / difference.std()) * math.sqrt(len(difference))
 
@@ -392,7 +392,7 @@ def test_bsis_own_churn_is_lambda_minus_lambda_0_over_their_sum(multiple):
         assert getattr(ours, field).item() == pytest.approx(getattr(paper, field).item(), rel=10 * step)
 
 
-# Starts, and what is refused
+# First steps and invalid solvers
 
 
 @pytest.mark.parametrize("method", BELIEFS, ids=repr)
@@ -406,7 +406,7 @@ def test_tables_are_finite_and_first_steps_are_of_first_order(method, grid, k):
             assert torch.isfinite(getattr(table, field)).all(), (name, field)
         assert table.previous[0] == 0
         if isinstance(method, BFN) and k > 1:
-            assert table.previous[1] == 0, "BFN's first prediction knows nothing and is no history"
+            assert table.previous[1] == 0, "BFN's first prediction has no information and is not used by the next step"
 
 
 @pytest.mark.parametrize("name", SOLVERS)

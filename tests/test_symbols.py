@@ -53,7 +53,7 @@ class Exact(nn.Module):
 
 
 class Bend(nn.Module):
-    """Some network whose outputs depend on all inputs."""
+    """A random network whose outputs depend on all inputs."""
 
     def __init__(self, n: int = K * N) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def mean_nats(elbo) -> float:
     return float((elbo.nats * CHAIN.table.flatten()).sum())
 
 
-EXACT_NATS = -float(CHAIN.log_prob.mean())  # all sequences counted once
+EXACT_NATS = -float(CHAIN.log_prob.mean())  # every sequence once
 ENTROPY = -float((CHAIN.log_prob * CHAIN.table.flatten()).sum())
 
 
@@ -137,7 +137,7 @@ def test_finitely_many_steps_are_a_bound_that_the_mixture_tightens():
         assert value < float(normal) + 4 * error
     means = [mean_nats(elbo) for elbo in found.values()]
     single = -sum(float(p @ p.log()) for p in (CHAIN.table.sum([j for j in range(N) if j != i]) for i in range(N)))
-    assert means[0] == pytest.approx(single, abs=0.05), "a single step predicts each symbol by itself"
+    assert means[0] == pytest.approx(single, abs=0.05), "a single step predicts each symbol independently"
     assert means[0] > means[2] > means[3]
     assert means[3] == pytest.approx(ENTROPY, abs=0.05)
 
@@ -214,7 +214,7 @@ def test_inpainting_follows_the_conditional_distribution():
     error = (conditional * (1 - conditional) / num).sqrt().flatten()
     assert ((counts - conditional.flatten()).abs() < 4 * error + 0.01).all()
     without = CHAIN.table.sum((1, 3)).flatten()
-    assert ((counts - without).abs() > 4 * error + 0.01).any(), "the known symbols matter"
+    assert ((counts - without).abs() > 4 * error + 0.01).any(), "the known symbols change the distribution"
     complete = model.inpaint(CHAIN.all, torch.ones(N), steps=2)
     assert torch.equal(complete.long(), CHAIN.all)
     with pytest.raises(UsageError, match="precision"):

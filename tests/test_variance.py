@@ -1,4 +1,4 @@
-"""Variance-aware transitions: closed forms for Gaussian data, where the best variance is known."""
+"""Variance-aware transitions: closed forms for Gaussian data."""
 
 import math
 from dataclasses import replace

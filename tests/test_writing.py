@@ -1,7 +1,7 @@
-"""What a command was asked to write: whole or not there, one message where it cannot be, and no result is lost.
+"""Outputs of commands: atomic writes, one message for a failure, and no lost result.
 
-A disk that is full is played by the system itself: a process that may write no file longer than some bytes gets an
-error from the same calls at the same places, and needs no rights for it.
+A full disk is simulated by a limit on the size of files (RLIMIT_FSIZE): the same system calls fail, and no privileges
+are needed.
 """
 
 import errno
@@ -51,19 +51,23 @@ def test_writing_a_file_is_atomic(elsewhere: Path, error: BaseException) -> None
 def test_a_full_disk_has_exit_code_1_and_other_errors_exit_code_2(number: int, code: int, kind: str) -> None:
     from safetensors import SafetensorError
 
-    told = os.strerror(number)
-    error = OSError(number, told) if kind == "OSError" else SafetensorError(f"I/O error: {told} (os error {number})")
+    reported = os.strerror(number)
+    error = (
+        OSError(number, reported)
+        if kind == "OSError"
+        else SafetensorError(f"I/O error: {reported} (os error {number})")
+    )
     with pytest.raises(BsiError) as caught, atomic(Path("x.npz"), "--npz"):
         raise error
     assert caught.value.code == code
     again = "Make room and run the same command again, or give" if code == 1 else "Give"
-    assert str(caught.value) == f"cannot write x.npz: {told}. {again} another --npz."
+    assert str(caught.value) == f"cannot write x.npz: {reported}. {again} another --npz."
     assert system_error(ValueError("something else")) is None
 
 
 def test_a_full_disk_is_recognized_in_numpys_error() -> None:
-    told = r"cannot write x\.npy: No space left on device\. Make room"
-    with pytest.raises(BsiError, match=told) as caught, atomic(Path("x.npy"), "--npz"):
+    reported = r"cannot write x\.npy: No space left on device\. Make room"
+    with pytest.raises(BsiError, match=reported) as caught, atomic(Path("x.npy"), "--npz"):
         raise OSError("65536 requested and 36736 written")
     assert caught.value.code == 1
 
@@ -98,9 +102,9 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), PLACES, ids=[words for words, _ in PLACES])
+@pytest.mark.parametrize(("words", "reported"), PLACES, ids=[words for words, _ in PLACES])
 def test_an_output_that_cannot_be_written_is_rejected_before_the_work(
-    words: str, told: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, reported: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("evaluated")
@@ -113,7 +117,7 @@ def test_an_output_that_cannot_be_written_is_rejected_before_the_work(
     before = sorted(os.listdir(elsewhere))
     assert main(words.split()) == 2
     err = capsys.readouterr().err
-    assert told in err
+    assert reported in err
     assert len(err.splitlines()) == 1
     assert sorted(set(os.listdir(elsewhere)) - {"runs"}) == before
 
@@ -127,7 +131,7 @@ def test_a_bundled_network_is_exported_into_the_current_folder(
     assert file.endswith(".safetensors")
 
 
-# ---- A disk that is full, in a process of its own ------------------------------------------------------------------
+# ---- A full disk, in a separate process ------------------------------------------------------------------------------
 
 FULL = """
 import contextlib, io, json, os, resource, sys
@@ -163,8 +167,8 @@ WRITING = {
     "data arrays --from x.npy --to a": ["a", "another --to"],
     "train digits --out other --steps 1": ["other/run.json", "another place"],
 }
-# What is left is what the same command goes on with, or a folder.
-GOES_ON = ("a.npz.parts", ".a.partial", ".a.lock", "run/evaluations", "other")
+# Only the parts that the same command resumes from are left, or a folder.
+RESUMED = ("a.npz.parts", ".a.partial", ".a.lock", "run/evaluations", "other")
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +190,10 @@ def test_a_full_disk_is_one_message_and_leaves_no_files(full: dict[str, dict], w
     """Row 32."""
     found = full[words]
     assert found["code"] == 1
-    (told,) = [line for line in found["err"].splitlines() if "cannot write" in line and "warning" not in line]
+    (reported,) = [line for line in found["err"].splitlines() if "cannot write" in line and "warning" not in line]
     for part in (*WRITING[words], "File too large", "Make room and run the same command again"):
-        assert part in told
-    assert not [path for path in found["left"] if not path.startswith(GOES_ON)]
+        assert part in reported
+    assert not [path for path in found["left"] if not path.startswith(RESUMED)]
 
 
 def test_the_result_is_printed_when_it_cannot_be_stored(full: dict[str, dict]) -> None:

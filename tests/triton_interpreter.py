@@ -1,4 +1,4 @@
-"""Code in a process of its own, in Triton's interpreter, which is chosen when Triton is imported."""
+"""Code in a separate process, in Triton's interpreter, which is selected when Triton is imported."""
 
 import importlib.util
 import os

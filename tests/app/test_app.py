@@ -125,7 +125,7 @@ def encoded(array: np.ndarray) -> str:
 BLACK = encoded(np.zeros(64, "<f4"))
 
 
-# ---- The stream ----------------------------------------------------------------------------------------------
+# ---- The stream ------------------------------------------------------------------------------------------------------
 
 
 def test_the_stream_equals_the_trajectory_of_the_package(bench, port):
@@ -185,8 +185,8 @@ def test_class_and_guidance_reach_the_sampler(labeled):
             np.testing.assert_allclose(drawn, ours[-1].x_hat.numpy(), atol=1e-5)
         for kind in kinds:
             dark, free, bright, brighter = (
-                float(decoded(ask(port, **kind, **asked).lines[-1]["x_hat"]).mean())
-                for asked in ({"label": 0}, {}, {"label": 1}, {"label": 1, "guidance": 2.5})
+                float(decoded(ask(port, **kind, **requested).lines[-1]["x_hat"]).mean())
+                for requested in ({"label": 0}, {}, {"label": 1}, {"label": 1, "guidance": 2.5})
             )
             assert dark < bright < brighter, kind
             assert len({dark, free, bright}) == 3
@@ -230,8 +230,8 @@ def bench_of(scale: float, method: Any, bench: Workbench) -> Workbench:
 
 def test_nonfinite_predictions_raise_in_place_of_a_picture(bench):
     with serving(bench_of(float("nan"), BSI(), bench)) as port:
-        for asked in ({}, {"kind": "denoise", "image": encoded(bench.images[0]), "precision": 4.0}):
-            lines = ask(port, **asked).lines
+        for requested in ({}, {"kind": "denoise", "image": encoded(bench.images[0]), "precision": 4.0}):
+            lines = ask(port, **requested).lines
             assert "NaN" in lines[-1]["error"]
             assert len(lines) == 1
 
@@ -255,11 +255,11 @@ def test_the_test_set_is_found_by_its_content(tmp_path, monkeypatch):
     assert len(open_workbench(tmp_path / "run", "pets", torch.device("cpu")).images)
 
 
-# ---- Rejections -----------------------------------------------------------------------------------------------
+# ---- Rejections ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"num": 10**6}, "1 to 64"),
         ({"num": 2.5}, "num"),
@@ -283,10 +283,10 @@ def test_the_test_set_is_found_by_its_content(tmp_path, monkeypatch):
         ({"kind": "inpaint", "image": BLACK, "hidden": encoded(np.zeros(3, "u1"))}, "64 bytes"),
     ],
 )
-def test_invalid_requests_are_rejected_before_any_work(port, changes, told):
+def test_invalid_requests_are_rejected_before_any_work(port, changes, expected):
     answer = ask(port, **changes)
     assert answer.status == 422
-    assert told in answer.error
+    assert expected in answer.error
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 256, 256)], ids=str)
@@ -379,7 +379,7 @@ def test_the_page_loads_nothing_from_other_hosts(port):
         assert not re.search(rb"https?://", found.body)
 
 
-# ---- A few jobs at a time ------------------------------------------------------------------------------------------
+# ---- A few jobs at a time --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -418,7 +418,7 @@ def test_work_ends_when_the_client_leaves(bench):
         assert leave_early(port) == 200
         assert endless.ended.wait(20)
         end = time.monotonic() + 20
-        while leave_early(port) == 429:  # until the slot is free again
+        while leave_early(port) == 429:  # until the request has ended
             assert time.monotonic() < end
             time.sleep(0.02)
 
@@ -429,7 +429,7 @@ def test_a_client_that_does_not_read_blocks_no_other(bench):
         head = f"POST /{TOKEN}/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sleeper.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         sleeper.recv(1)
-        # what nobody reads is not computed: the number settles
+        # nothing is computed ahead of the reader: the number stays constant
         before = -1
         for _ in range(200):
             time.sleep(0.05)
@@ -477,12 +477,12 @@ def test_fifty_clients_are_served_or_rejected_in_bounded_memory():
             assert 200 in statuses
             assert 429 in statuses
             assert memory(process.pid) - before < 256 << 20
-            assert one(0) == 200  # and the next one finds it free
+            assert one(0) == 200  # and the next one is accepted
         finally:
             process.send_signal(2)
-            _, told = process.communicate(timeout=30)
+            _, output = process.communicate(timeout=30)
         assert process.returncode == 0
-        assert "Traceback" not in told
+        assert "Traceback" not in output
 
 
 def memory(pid: int) -> int:
@@ -490,7 +490,7 @@ def memory(pid: int) -> int:
     return int(found.group(1)) << 10
 
 
-# ---- Connections ---------------------------------------------------------------------------------------------------
+# ---- Connections -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager

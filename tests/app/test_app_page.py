@@ -161,7 +161,7 @@ def test_an_image_is_inpainted(page, bench):
     go(page)
     finished = values(page, "x_hat", state(page, "last"))
     np.testing.assert_allclose(finished[:, 0, hidden == 0], np.tile(bench.images[0, 0][hidden == 0], (9, 1)), atol=1e-6)
-    assert finished[:, 0, hidden == 1].std(axis=0).max() > 0.1  # nine images, nine ways to finish it
+    assert finished[:, 0, hidden == 1].std(axis=0).max() > 0.1  # nine images, all different
 
 
 def test_a_drawn_image_is_denoised(page):
@@ -173,7 +173,7 @@ def test_a_drawn_image_is_denoised(page):
     go(page)
     np.testing.assert_allclose(np.array(state(page, "image"), np.float32), drawn.ravel(), atol=1e-6)
     guess = values(page, "x_hat", 0)
-    np.testing.assert_allclose(guess, np.broadcast_to(guess[:1], guess.shape), atol=1e-5)  # one start for all
+    np.testing.assert_allclose(guess, np.broadcast_to(guess[:1], guess.shape), atol=1e-5)  # the same start for all
     assert page.inner_text("#precision-value") == page.inner_text("#precision-value").strip() != ""
     assert np.abs(values(page, "x_hat", state(page, "last")) - drawn).mean() < 10**-0.75  # closer than it was measured
 

@@ -120,7 +120,8 @@ def test_the_page_shows_text_and_the_color_of_its_probability(browser, text):
                 shown = page.evaluate("([name, step]) => window.bsi.text(name, step, 0)", [name, step])
                 assert shown == "".join(text.about["alphabet"][k] for k in p[0].argmax(0))
         most = expected[8][1][0].max(0)
-        corners = pixels(page, (0.05 / 32, 0.05), (1.05 / 32, 0.55))  # of the characters 0 and 33, beside their letters
+        # of the characters 0 and 33, next to their letters
+        corners = pixels(page, (0.05 / 32, 0.05), (1.05 / 32, 0.55))
         np.testing.assert_allclose(corners, np.rint(PLAIN + (CERTAIN - PLAIN) * most[[0, 33], None]), atol=1)
         assert "text of 40 symbols of 5" in page.inner_text("#what")
         assert "1 text, 9 evaluations" in page.inner_text("#status")

@@ -77,7 +77,7 @@ def test_the_memory_estimate_equals_what_compiled_networks_keep(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["dit", "unet", "unet-coarser"])
 def test_the_memory_estimate_equals_what_checkpointing_keeps(kind: str) -> None:
-    """Little: the working memory of one block is most of the estimate."""
+    """Checkpointing stores little: the working memory of one block is most of the estimate."""
     assert_kept(replace(SMALL[kind], checkpoint=True), "plain", half=True, at_most=6)
 
 

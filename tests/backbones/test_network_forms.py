@@ -150,7 +150,9 @@ def test_copies_of_compiled_networks_are_compiled() -> None:
 @own_access
 @pytest.mark.usefixtures("compiler")
 def test_a_block_may_have_more_variants_than_torch_allows_by_default() -> None:
-    """Down and up, training, evaluation and gradients in it, a batch size, any size, and one."""
+    """All variants of one block: down and up, training, evaluation with gradients, fixed and dynamic batch sizes, and
+    one.
+    """
     network = build(UNetConfig(width=4, levels=1, dropout=0.1), (1, 3, 3))
     network.to(memory_format=torch.channels_last)
     forms.compile_regions(network, backend="eager")
@@ -422,7 +424,9 @@ def test_fp8_is_never_replaced_silently(monkeypatch, tmp_path) -> None:
     own, fp8 = torch.nn.Bilinear(3, 1, 3), replace(digits(), precision="fp8", compile=True)
     with pytest.raises(UsageError, match="fp8"):
         bsi.train(fp8, data=torch.randn(8, 3), backbone=own, out=tmp_path / "own", device="cpu")
-    asked = []
-    monkeypatch.setattr("bsi.training.train.accelerate", lambda network, device, lean, fp8: asked.append((lean, fp8)))
+    requested = []
+    monkeypatch.setattr(
+        "bsi.training.train.accelerate", lambda network, device, lean, fp8: requested.append((lean, fp8))
+    )
     bsi.train(replace(digits(), steps=1, batch=64, compile=True, lean=True), out=tmp_path / "run", device="cpu")
-    assert asked == [(True, False)]
+    assert requested == [(True, False)]

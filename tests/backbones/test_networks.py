@@ -48,7 +48,7 @@ def batch(network: Backbone, size: int = 3) -> tuple[torch.Tensor, torch.Tensor]
 
 @every_kind
 def test_output_is_zero_before_training_and_every_parameter_learns(kind: str) -> None:
-    """The zeros at the start are not a place that gradients cannot leave. The state dict has the parameters alone."""
+    """Gradients move the layers that start at zero. The state dict holds parameters only."""
     network = tiny(kind)
     x, t = batch(network)
     out = network(x, t)

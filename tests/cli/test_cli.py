@@ -38,7 +38,7 @@ def call(words: str) -> int:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, no data, no network: proxies lead to a port where nobody listens."""
+    """An empty folder, no data, no network: the proxies point to a closed port."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("COLUMNS", "120")
@@ -110,15 +110,15 @@ WRONG: list[tuple[str, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "told"), WRONG, ids=[words for words, _, _ in WRONG])
-def test_usage_errors_are_one_message(words, code, told, capsys, elsewhere):
+@pytest.mark.parametrize(("words", "code", "expected"), WRONG, ids=[words for words, _, _ in WRONG])
+def test_usage_errors_are_one_message(words, code, expected, capsys, elsewhere):
     if "compress" in words:
         pytest.importorskip("constriction")
     np.save("floats.npy", np.zeros((3, 1, 8, 8)))
     np.save("wide.npy", np.zeros((3, 1, 8, 9), np.uint8))
     assert call(words) == code
     out, err = capsys.readouterr()
-    assert told in out + err
+    assert expected in out + err
     assert "Traceback" not in out + err
     assert len(err.splitlines()) < 25
     assert sorted(path.name for path in elsewhere.rglob("*") if path.is_file()) == ["floats.npy", "wide.npy"]
@@ -266,7 +266,7 @@ def test_the_description_of_the_bundled_network_is_right():
     assert found.monte_carlo_error < 0.06
 
 
-# ---- Help, JSON and completion -------------------------------------------------------------------------------------
+# ---- Help, JSON and completion ---------------------------------------------------------------------------------------
 
 HELP = """
 import contextlib, io, json, os, sys
@@ -307,7 +307,7 @@ def test_help_of_every_command_imports_no_torch():
     )
     assert "None" not in digits
     assert "--optimizer.lr" in digits
-    assert "--method.alpha-M FLOAT (default: 10000.0)" in digits  # what a recipe sets is its default
+    assert "--method.alpha-M FLOAT (default: 10000.0)" in digits  # the recipe's value is the default
     assert "(default: expected)" in likelihood
 
 
@@ -345,7 +345,7 @@ def test_completion_in_zsh_is_valid():
         subprocess.run(["zsh", "-n"], input=script, text=True, check=True)
 
 
-# ---- Streams and terminals -----------------------------------------------------------------------------------------
+# ---- Streams and terminals -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", ["--help", "data --list"])
@@ -387,11 +387,11 @@ def test_no_color_is_respected(wish):
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "bsi", "sample", "digits", "--num", "many"]
     subprocess.run(command, stdin=end, stdout=end, stderr=end, env={**os.environ, **wish})
-    told = os.read(terminal, 1 << 16)
+    output = os.read(terminal, 1 << 16)
     os.close(end)
     os.close(terminal)
-    assert b"bsi " in told
-    assert b"\x1b" not in told
+    assert b"bsi " in output
+    assert b"\x1b" not in output
 
 
 def test_file_names_that_are_not_utf_8_are_printed(monkeypatch):
@@ -403,18 +403,20 @@ def test_file_names_that_are_not_utf_8_are_printed(monkeypatch):
 
 @pytest.mark.slow
 def test_commands_work_without_standard_streams(elsewhere):
-    asked = "sample digits --num 2 --steps 2 --out s.png --json"
+    requested = "sample digits --num 2 --steps 2 --out s.png --json"
     for closed in (">&-", ">&- 2>&-"):
-        done = subprocess.run(f"{sys.executable} -m bsi {asked} {closed}", shell=True, capture_output=True, text=True)
+        done = subprocess.run(
+            f"{sys.executable} -m bsi {requested} {closed}", shell=True, capture_output=True, text=True
+        )
         assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     for redirected in ("2>&-", ""):  # text for stderr is never on stdout, and has no colors in a pipe
-        command = f"{sys.executable} -m bsi {asked} {redirected}"
+        command = f"{sys.executable} -m bsi {requested} {redirected}"
         done = subprocess.run(command, shell=True, capture_output=True, text=True)
         assert json.loads(done.stdout)["files"] == ["s.png"]
         assert "\x1b" not in done.stderr
 
 
-# ---- What to do next -----------------------------------------------------------------------------------------------
+# ---- What to do next -------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_images_passes_through_all_commands(elsewhere, capsys):

@@ -1,4 +1,4 @@
-"""`bsi bench` times what is trained and sampled, by the closed-form cost, and compares the fast form with float32."""
+"""`bsi bench` times training, sampling and the bound, and compares the fast form with float32."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_a_speed_is_the_cost_of_the_work_over_its_time(work, method, evaluations
     flops = cost(SMALL, (3, 16, 16), 256).flops
     assert found.tflops == pytest.approx(passes * 4 * evaluations * flops / seconds / 1e12)
     assert found.fraction == pytest.approx(found.tflops / 0.01)
-    assert math.isnan(found.peak_gib)  # a CPU's memory is not the network's alone
+    assert math.isnan(found.peak_gib)  # a CPU has no peak memory of one process
 
 
 def test_the_time_to_the_first_step_is_the_sum_of_its_parts():
@@ -120,7 +120,7 @@ def test_the_floor_of_a_unet_counts_all_its_convolutions(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script.name, "--backbone", "unet-4x2", "--batch", "1", "--runs", "1"])
     runpy.run_path(str(script), run_name="__main__")
     record = json.loads(capsys.readouterr().out)
-    # Stem and head; two to a block down, in the middle and up; and the shortcuts of those up.
+    # Stem and head; two for each block down, in the middle and up; and the shortcuts of the blocks up.
     assert record["convolutions"] == 2 + 2 * (2 + 2 + 3) + 3
     inner = 7 * 4 * 4 + 4 * 4 * 4 + 3 * 8 * 4  # second ones; first ones down and in the middle; first ones up
     weights = 9 * (21 * 4 + inner + 4 * 3) + 3 * 8 * 4

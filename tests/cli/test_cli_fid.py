@@ -17,7 +17,7 @@ from bsi.errors import DataError
 
 
 class Corners:
-    """Three features: the mean of each color in the upper left quarter. Holds still for the tests' arithmetic."""
+    """Three features: the mean of each color in the upper left quarter, which the tests can compute exactly."""
 
     name, hash, resize, precision, dim, device = "corners", "c0", "none", "float32", 3, torch.device("cpu")
 

@@ -64,8 +64,8 @@ def test_a_rejected_run_leaves_no_files(tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     words = "train digits --data.name points --backbone mlp-16x1 --device cpu --steps 1 --batch 16 --every.sample 0"
-    refused = [f"{words} {wrong}" for wrong in ("--data.labels", "--init-from x", "--samples.sampler.solver magic")]
-    for wrong in refused:
+    rejected = [f"{words} {wrong}" for wrong in ("--data.labels", "--init-from x", "--samples.sampler.solver magic")]
+    for wrong in rejected:
         assert main(wrong.split()) in (2, 3)
         err = capsys.readouterr().err
         assert "into runs" not in err
@@ -73,7 +73,7 @@ def test_a_rejected_run_leaves_no_files(tmp_path, monkeypatch, capsys):
         assert sorted(tmp_path.rglob("*")) == before
     assert main(words.split()) == 0
     assert "samples of 2" in capsys.readouterr().err
-    for wrong in refused:
+    for wrong in rejected:
         main(wrong.split())
         assert Path("runs/digits/status.json").is_file(), "an existing run stays"
 

@@ -1,4 +1,4 @@
-"""`bsi compress` and `bsi decompress`: the file on disk, and what comes back."""
+"""`bsi compress` and `bsi decompress`: the file on disk, and the restored data."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What simple models and file formats reach: numbers to compare a bound with."""
+"""Baselines by simple models and file formats, to compare a bound with."""
 
 import math
 
@@ -13,7 +13,7 @@ SOUND = Bins(-1.0, 1.0, 65536)
 
 def test_a_histogram_knows_each_pixel_and_nothing_else():
     train = np.zeros((6, 1, 1, 2), np.uint8)
-    train[:3, ..., 1] = 1  # the first pixel is always 0, the second 0 or 1 evenly
+    train[:3, ..., 1] = 1  # the first pixel is always 0, the second is 0 or 1 with equal probability
     test = np.array([[[[0, 1]]]], np.uint8)
     expected = -(math.log2((6 + 1) / (6 + 2)) + math.log2((3 + 1) / (6 + 2))) / 2
     assert baselines(train, test, Bins(0.0, 1.0, 2))["histogram"] == pytest.approx(expected)

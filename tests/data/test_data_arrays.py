@@ -257,7 +257,7 @@ def test_arrays_of_integers_are_symbols(tmp_path: Path) -> None:
 
 
 def plan_of(source: str, folder: Path) -> Preparation:
-    """A plan of several blocks or parts, where a source has them."""
+    """A plan with several blocks, or several parts if the source has them."""
     if source == "arrays":
         return Arrays(saved(folder / "x.npy", np.arange(2_500_000.0)), test_fraction=0.3).plan()
     if source == "named splits":
@@ -289,7 +289,7 @@ def plan_of(source: str, folder: Path) -> Preparation:
     "source", ["arrays", "named splits", "chars", "bytes", "wav", "folder", "imagenet32", "mnist", "binary"]
 )
 def test_a_source_can_be_read_from_any_item(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted preparation reads only the rest: the same rows, labels and split."""
+    """An interrupted preparation reads only the remaining rows: the same rows, labels and split."""
     monkeypatch.setattr("bsi.data.arrays.BLOCK_BYTES", 1000)
     plan = plan_of(source, tmp_path)
 

@@ -1,4 +1,4 @@
-"""`bsi data`: results on stdout, talk on stderr, errors with their exit code."""
+"""`bsi data`: results on stdout, log messages on stderr, errors with their exit code."""
 
 import json
 import os

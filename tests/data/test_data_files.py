@@ -1,4 +1,4 @@
-"""Files that may be anything: archives, pickles, headers, pipes. Nothing is written outside, loaded or waited for."""
+"""Untrusted files: archives, pickles, headers, pipes. Nothing is written outside or unpickled, and nothing blocks."""
 
 import gzip
 import hashlib
@@ -66,7 +66,7 @@ def zip_of(path: Path, entries: list[tuple[zipfile.ZipInfo | str, bytes]]) -> Pa
 
 
 def layouts(folder: Path, files: dict[str, bytes]) -> dict[str, Path]:
-    """The same files in every form in which they may be given."""
+    """The same files in every supported form."""
     inner = folder / "all" / "cifar-10-batches-bin"
     inner.mkdir(parents=True)
     for name, raw in files.items():
@@ -104,7 +104,7 @@ def test_cifar10_files_are_compared_with_their_hashes(files: dict[str, bytes], t
 
 
 class Canary:
-    """A pickle that leaves a trace if it is ever loaded."""
+    """A pickle that creates a file if it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,17 +125,17 @@ def test_a_malicious_cifar_pickle_is_never_loaded(tmp_path: Path) -> None:
     for path in (folder, archive):
         with pytest.raises(DataError, match=r"made of pickles, which are never loaded.*binary version"):
             Cifar10(path).plan()
-    for name in published.CIFAR10_FILES:  # and not under the binary files' names either
+    for name in published.CIFAR10_FILES:  # also under the names of the binary files
         (folder / name).write_bytes(payload)
     with pytest.raises(DataError, match="is damaged"):
         Cifar10(folder).plan()
     assert not canary.exists()
     pickle.loads(payload)
-    assert canary.exists(), "the canary itself must work"
+    assert canary.exists(), "loading this pickle must create the file"
 
 
 def bad_archives(folder: Path, files: dict[str, bytes]) -> Iterator[tuple[str, Path]]:
-    """Archives with the expected files and one more entry, and what is said of them."""
+    """Archives with the expected files and one more entry, and the error message."""
     named = [(f"c/{name}", raw) for name, raw in files.items()]
     tars = {
         "leads outside": [entry("../outside"), entry("/outside"), entry("c/../../outside"), entry("C:\\outside")],
@@ -305,7 +305,7 @@ def test_object_arrays_and_terabyte_headers_are_rejected_before_memory_is_alloca
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_a_damaged_archive_is_an_error_every_time(save, tmp_path, monkeypatch):
-    """One flipped bit late in an array of several blocks: nor does a second run resume after what it read before."""
+    """A bit is flipped in the last of several blocks. A second run does not resume after the blocks that were read."""
     monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
     path = tmp_path / "x.npz"
     train = np.random.default_rng(0).normal(size=(20, 1 << 17)).astype("f4")  # 10 MiB, more than a block
@@ -324,7 +324,7 @@ def test_a_damaged_archive_is_an_error_every_time(save, tmp_path, monkeypatch):
 
 
 def test_rows_of_a_damaged_file_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The damage is in the first block, the checksum at the end: after the repair, all rows are read again."""
+    """The damage is in the first block and the checksum at the end: after a repair, all rows are read again."""
     monkeypatch.setattr("bsi.data.prepare.SYNC_EVERY_S", 0.0)
     images = np.random.default_rng(0).integers(0, 256, (3000, 3072), dtype=np.uint8)  # 9 MiB
     for name in BATCHES:
@@ -367,7 +367,7 @@ def test_an_archive_with_an_unknown_method_or_a_truncated_array_is_rejected(tmp_
             list(array.blocks(0, 8000))
 
 
-# ---- Anything where a file is expected -------------------------------------------------------------------------------
+# ---- Other objects where a file is expected --------------------------------------------------------------------------
 
 
 def not_files(folder: Path) -> dict[str, Path]:
@@ -412,12 +412,12 @@ class Server(BaseHTTPRequestHandler):
     content = bytes(range(256)) * 4000
     limit: int | None = None
     ranges: bool = True
-    asked: list[str | None]
+    requested: list[str | None]
 
     def do_GET(self) -> None:
-        asked = self.headers.get("Range")
-        type(self).asked.append(asked)
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and self.ranges else 0
+        requested = self.headers.get("Range")
+        type(self).requested.append(requested)
+        start = int(requested.removeprefix("bytes=").removesuffix("-")) if requested and self.ranges else 0
         if start >= len(self.content):
             self.send_error(416)
             return
@@ -433,7 +433,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[tuple[type[Server], str]]:
-    handler = type("Handler", (Server,), {"asked": []})
+    handler = type("Handler", (Server,), {"requested": []})
     with HTTPServer(("127.0.0.1", 0), handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -450,11 +450,11 @@ def test_a_download_resumes_and_has_its_hash(server: tuple[type[Server], str], t
         download(url, path, sha, "give it")
     assert not path.exists()
     handler.limit = None
-    for _ in range(2):  # the second time it is there
+    for _ in range(2):  # the second call finds the file
         assert download(url, path, sha, "give it").read_bytes() == handler.content
-    assert handler.asked == [None, "bytes=300000-"]
+    assert handler.requested == [None, "bytes=300000-"]
     path.unlink()
-    handler.ranges = False  # a server that sends everything
+    handler.ranges = False  # a server without support for ranges
     (tmp_path / "x.part").write_bytes(b"old")
     assert download(url, path, sha, "give it").read_bytes() == handler.content
     path.unlink()

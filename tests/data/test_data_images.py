@@ -1,4 +1,4 @@
-"""Images from folders and the hub, and sound: unusable files are named, the others are stored as the manifest says."""
+"""Images from folders and the hub, and sound: unusable files are named, others are stored as the manifest describes."""
 
 import io
 import os
@@ -57,7 +57,7 @@ def test_the_split_of_an_image_does_not_depend_on_the_others(photos: Path, tmp_p
     assert not for_testing("cats/001.png", 0.1)
     (photos / "cats" / "001.png").unlink()
     after = prepare(Folder(photos, size=8).plan(), tmp_path / "after")
-    assert after.manifest.input != before.manifest.input, "a folder that changed is another input"
+    assert after.manifest.input != before.manifest.input, "a changed folder is another input"
     assert np.array_equal(before.test, after.test)
     chosen = sum(for_testing(f"{i}.png", 0.25) for i in range(4000))
     assert abs(chosen - 1000) < 4 * np.sqrt(4000 * 0.25 * 0.75)
@@ -79,7 +79,7 @@ def test_images_of_any_mode_become_color_or_gray_and_upright(tmp_path: Path) -> 
     Image.fromarray(np.dstack([gray] * 3 + [np.full_like(gray, 255)])).save(tmp_path / "opaque.png")
     Image.fromarray(gray).convert("P").save(tmp_path / "palette.png")
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
+    exif[0x0112] = 6  # rotated by 90 degrees
     Image.fromarray(np.rot90(gray)).save(tmp_path / "turned.png", exif=exif)
     for name in ("gray.png", "opaque.png", "palette.png", "turned.png"):
         assert np.array_equal(read(tmp_path / name, 8, 3, "box"), np.stack([gray] * 3))
@@ -104,7 +104,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 
 def bad_images(folder: Path) -> dict[str, str]:
-    """One file of each kind that cannot be used, and what is said of it."""
+    """One file of each unusable kind, and the error message."""
     good, *frames = (Image.fromarray(noise(i, 64, 64)) for i in range(3))
     sixteen = Image.fromarray(noise(1, 64, 64, 1).astype(np.uint16) * 257)
     kinds = {
@@ -159,7 +159,7 @@ def test_folders_are_read_without_hidden_files_and_link_cycles(photos: Path) -> 
 
 def test_the_folder_below_the_root_is_an_images_class(photos: Path, tmp_path: Path) -> None:
     (photos / "cats" / "000.png").write_text("damaged")
-    (photos / "ants").mkdir()  # no images, no class
+    (photos / "ants").mkdir()  # a folder without images is no class
     prepare(Folder(photos, labels=True, size=8, skip=1).plan(), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     assert (dataset.labels.names, dataset.labels.classes) == (("cats", "dogs"), 2)
@@ -194,7 +194,7 @@ def test_folders_without_usable_classes_are_rejected(photos: Path) -> None:
 
 
 def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path) -> None:
-    """Nothing is given: 28 x 28 gray images are stored as such, and what was chosen is noted."""
+    """Without options: 28 x 28 gray images are stored unchanged, and the choices are recorded."""
     for i in range(30):
         Image.fromarray(noise(i, 28, 28, 1)).save(tmp_path / f"{i}.png")
     dataset = prepare(Folder(tmp_path, test_fraction=0.0).plan(), tmp_path / "out")
@@ -210,7 +210,7 @@ def test_gray_images_stay_gray_and_the_size_is_that_of_the_images(tmp_path: Path
     assert plan.shape == (3, 28, 28)
     assert "1 of 31 images are not square" in " ".join(plan.notes)
     Image.fromarray(noise(1, 40, 40)).save(tmp_path / "color.jpg")
-    assert Folder(tmp_path).plan().shape == (3, 64, 64), "images of several sizes have none of their own"
+    assert Folder(tmp_path).plan().shape == (3, 64, 64), "images of several sizes get the default size"
 
 
 def test_the_size_of_odd_images_is_one_that_the_networks_take(tmp_path: Path) -> None:
@@ -246,22 +246,22 @@ def test_unusable_sound_files_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     silence = np.zeros((100, 1), np.int16)
 
-    def refused(why: str, length: int = 10) -> None:
+    def rejected(why: str, length: int = 10) -> None:
         with pytest.raises(DataError, match=why):
             Wav(tmp_path, length).plan()
 
-    refused("holds no WAV file. Give the folder")
+    rejected("holds no WAV file. Give the folder")
     save_wav(tmp_path / "a.wav", silence)
-    refused("smaller --length", 1000)
+    rejected("smaller --length", 1000)
     save_wav(tmp_path / "b.wav", silence, rate=44100)
-    refused(r"b\.wav has 1 channels at 44100 Hz")
+    rejected(r"b\.wav has 1 channels at 44100 Hz")
     save_wav(tmp_path / "b.wav", silence.astype(np.int32))
-    refused(r"b\.wav has 32 bits")
+    rejected(r"b\.wav has 32 bits")
     (tmp_path / "b.wav").write_bytes(b"RIFF")
-    refused(r"b\.wav is not a PCM WAV file")
+    rejected(r"b\.wav is not a PCM WAV file")
     (tmp_path / "b.wav").unlink()
     os.mkfifo(tmp_path / "b.wav")
-    refused("pipe")
+    rejected("pipe")
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class Value:
 
 
 class Table(list):
-    """As much of the hub's table as is used."""
+    """The used part of the interface of a hub dataset."""
 
     column_names = ("image", "label")
     features: ClassVar[dict[str, ClassLabel | Value]] = {}

@@ -47,7 +47,7 @@ def test_the_order_does_not_depend_on_the_batch_size(seed: int, n: int, start: i
 
 
 def test_the_order_is_that_of_the_first_release() -> None:
-    """A run must go on in the same order under any later version: these values are fixed for good."""
+    """Later versions must resume a run in the same order: these values must never change."""
     assert sample_ids(0, 50000, 0, 6).tolist() == [1483, 13803, 10809, 8285, 32512, 41129]
     assert sample_ids(2**64 - 1, 7, 70, 7).tolist() == [1, 6, 2, 4, 5, 0, 3]
     assert coins(0, 0, 12).astype(int).tolist() == [1, 0, 1, 0, 1, 0, 0, 0, 1, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""A dataset is complete or rejected; an interrupted preparation resumes to the same result. Processes are killed."""
+"""A dataset is complete or rejected; an interrupted preparation resumes to the same result. Real processes are killed."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def plan(name: str = "noise", skip: int = 0, **changes: object) -> Preparation:
     return replace(made, **changes)
 
 
-# A process that prepares the dataset above and is struck when it asks for the block `strike` or calls `point`.
+# A process that prepares the dataset above and is killed at the block `strike` or at the function `point`.
 STRUCK = """
 import os, signal, sys
 sys.path[:0] = {path!r}
@@ -100,7 +100,7 @@ def test_an_interrupted_preparation_leaves_no_incomplete_dataset_and_resumes(nam
         open_dataset(target)
 
     second = struck(target, 7, name)
-    assert second.stdout == "from 30\n", "what was read before must not be read again"
+    assert second.stdout == "from 30\n", "finished blocks must not be read again"
     third = struck(target, -1, name)
     assert (third.returncode, third.stdout) == (0, "from 70\n"), third.stderr
     found = open_dataset(target)
@@ -193,7 +193,7 @@ def test_the_same_command_reuses_a_dataset_and_other_options_are_rejected(whole,
 
 
 def test_the_version_of_a_dataset_depends_on_content_and_meaning(whole: Dataset, tmp_path: Path) -> None:
-    """The trainer compares versions: equal for equal data wherever it lies, different after any change of it."""
+    """The trainer compares versions: equal for equal data in any folder, different after any change."""
     assert prepare(plan("renamed"), tmp_path / "renamed").version == whole.version
 
     def changed(start: int) -> Iterator[Block]:
@@ -268,7 +268,7 @@ def test_datasets_are_found_by_folder_name_or_content(whole, tmp_path, monkeypat
     found = open_dataset("photos28", version=whole.version)
     assert (found.name, len(found.train)) == ("renamed", 80)
     other = prepare(plan(kind=replace(Bins.uint8(), low=0.0)), tmp_path / "photos28")
-    assert open_dataset("photos28", version=whole.version).name == "renamed", "the name holds other content"
+    assert open_dataset("photos28", version=whole.version).name == "renamed", "it has other content"
     assert open_dataset("photos28", version=other.version).name == "photos28"
     assert open_dataset("photos28", version="0" * 64).name == "photos28"
 

@@ -113,7 +113,7 @@ def test_standardizing_changes_the_bound_by_the_change_of_units() -> None:
 
 
 def test_a_run_resumes_with_the_units_it_was_trained_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 0.1.0 had one mean and std for all elements: its runs keep them, to the bit."""
+    """Version 0.1.0 had one mean and std for all elements: its runs keep them, bit for bit."""
     torch.manual_seed(0)
     data = torch.randn(64, 3) * torch.tensor([1.0, 2.0, 3.0]) + 1
     recipe = replace(bsi.recipes.arrays(), name="units", backbone=MLPConfig(width=16, depth=1), batch=64)

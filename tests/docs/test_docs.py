@@ -1,6 +1,6 @@
-"""The documents are true: their Python runs, their commands exist, their links lead somewhere, their site builds.
+"""The documents are correct: Python examples run, commands exist, links resolve, the site builds.
 
-Blocks marked `python` are run, page by page, each page in a namespace of its own; others (`text`, `bash`) are not.
+Blocks marked `python` are run, each page in its own namespace; others (`text`, `bash`) are not.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
-    """A page may register solvers and methods of its own; other tests do not see them."""
+    """A page may register solvers and methods; other tests do not see them."""
     kept = [(registry, dict(registry)) for registry in (SOLVERS, METHODS)]
     yield
     for registry, before in kept:
@@ -61,7 +61,7 @@ def test_python_examples_of_the_documents_run(page: Path, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_of_the_documents_exist(page: Path) -> None:
-    """Every word of them: options that a command does not have, and values that it would not take, are rejected."""
+    """Every word is checked: unknown options and invalid values are rejected."""
     for text in blocks(page, "bash"):
         for line in text.splitlines():
             words = shlex.split(re.sub(r"^(torchrun .* -m (-- )?|python -m |\$ )", "", line), comments=True)
@@ -128,9 +128,9 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         for text in pages.values()
         for url in re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', text)
     }
-    assert fetched == set()  # pages are complete without a network
+    assert fetched == set()  # pages load nothing from the network
     start = pages["index.html"]
-    assert 'id="hljs-light"' in start  # without both, the script of the switch for light and dark stops
+    assert 'id="hljs-light"' in start  # both are needed by the script that switches between light and dark
     assert 'id="hljs-dark"' in start
     assert "templates" not in {path.name for path in tmp_path.iterdir()}
     for page in (ROOT / "docs").rglob("*.md"):  # the menu has every page but the log of experiments

@@ -1,4 +1,4 @@
-"""docs/benchmarks/elbo_variance.py: it runs whole, and its ratios are those of the variances."""
+"""docs/benchmarks/elbo_variance.py runs, and its ratios are those of the variances."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def test_the_benchmark_script_runs(script, tmp_path):
 
 
 def test_the_error_of_a_variance_ratio_follows_from_both_variances(script):
-    """Two estimators with variances 4 to 1: the ratio is 4 within two of the jackknife's errors, most of the time."""
+    """Two estimators with variances 4 and 1: the ratio is usually 4 within two jackknife errors."""
     generator, block, near = torch.Generator().manual_seed(0), torch.arange(64) // 4, 0
     for _ in range(60):
         values = [10 + scale * torch.randn(12, 64, generator=generator, dtype=torch.float64) for scale in (2.0, 1.0)]

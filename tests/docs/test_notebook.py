@@ -1,4 +1,4 @@
-"""The tour runs from top to bottom, and its numbers are right. Only its section on the package imports the package."""
+"""The tour runs from top to bottom with correct numbers. Only its section on the package imports the package."""
 
 import ast
 import json
@@ -123,6 +123,6 @@ def test_its_samples_spread_as_the_data_does(tour: Any) -> None:
         torch.manual_seed(0)
         spread = tour.draw_data(20_000).std(0)
     few, many = tour.samples[4].std(0), tour.samples[256].std(0)
-    assert (few < 0.9 * spread).any()  # four measurements are too few, and the figure shows it
+    assert (few < 0.9 * spread).any()  # four measurements are too few, as the figure shows
     error = float(spread.max()) / math.sqrt(2 * len(tour.samples[256]))
     assert ((many - spread).abs() < 5 * error).all()

@@ -32,7 +32,7 @@ def test_own_data_gets_a_bound_and_baselines(kind: str, tmp_path: Path) -> None:
     found = re.search(PRINTED[kind], done.stdout)
     assert found is not None, done.stdout
     bound, baseline = map(float, found.groups())
-    assert baseline - 2 < bound < baseline + 8  # a few steps: finite, and not below what is possible
+    assert baseline - 2 < bound < baseline + 8  # after a few steps the bound is finite and not below the entropy
     assert "Traceback" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""docs/mixture.html in a real browser: its numbers are the package's, and it works by mouse and by keyboard."""
+"""docs/mixture.html in a real browser: its numbers equal the package's, and it works with mouse and keyboard."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -33,7 +33,7 @@ ORACLE = Mixture.isotropic(torch.tensor(MEANS, dtype=torch.float64), STD, torch.
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """The page at rest, before its first step."""
+    """The page before its first step."""
     with silent_page(browser, PAGE.as_uri()) as page:
         yield page
 
@@ -87,7 +87,7 @@ def test_the_static_page_works_with_the_mouse(page: Any) -> None:
     assert state(page, "position") == 12
     first = float(page.inner_text("#open-BSI"))
     page.fill("#step", "40")
-    assert float(page.inner_text("#open-BSI")) < first  # by the end the sample is decided
+    assert float(page.inner_text("#open-BSI")) < first  # the last belief is close to one sample
     page.click("#play")
     assert state(page, "playing")
     page.wait_for_function("window.bsi.state().position > 0.5")

@@ -214,7 +214,7 @@ def test_a_bundled_network_is_evaluated_by_its_name(capsys):
     record = answer(capsys, "digits", "--bpd", "--limit", 16)
     assert (record["run"], record["dataset"], record["recipe"]) == ("digits", "digits", "digits")
     assert record["weights_sha256"] == weights_hash(bsi.load("digits").denoiser.backbone)
-    assert not Path("evaluations").exists()  # a file has no folder of its own
+    assert not Path("evaluations").exists()  # an exported file has no run folder
     paired = answer(capsys, "digits", "digits", "--paired", "--limit", 16)
     assert paired["difference"] == 0
 
@@ -230,7 +230,7 @@ def test_a_distance_of_enlarged_images_gives_a_warning(tmp_path, monkeypatch):
         found = quality(run, Sampler(steps=2), 8, Enlarged())
     assert "--bpd" in found.cautions[-1]
     monkeypatch.setattr("bsi.evaluation.samples.SMALL", 8)
-    quality(run, Sampler(steps=2), 8, Enlarged())  # of the smallest size, without a word
+    quality(run, Sampler(steps=2), 8, Enlarged())  # of the smallest size, without a warning
 
 
 def quality(run, sampler, num, extractor=None, **options):
@@ -284,15 +284,15 @@ def test_several_guidance_strengths_are_measured(tmp_path, monkeypatch, capsys):
     short = "--data.labels --steps 2 --batch 8 --virtual-shards 1 --optimizer.warmup 1 --every.evaluate 0"
     assert main(["train", "digits", *short.split(), "--every.sample", "0", "--out", str(run)]) == 0
     capsys.readouterr()
-    asked = ["eval", str(run), "--fid", "--labels", "--num", "30", "--steps", "2"]
+    requested = ["eval", str(run), "--fid", "--labels", "--num", "30", "--steps", "2"]
     found = {}
     for guidance in (["1", "2"], ["2"]):
-        assert main([*asked, "--guidance", *guidance, "--json"]) == 0
+        assert main([*requested, "--guidance", *guidance, "--json"]) == 0
         found[len(guidance)] = json.loads(capsys.readouterr().out)
     assert [record["drawing"]["guidance"] for record in found[2]] == [1.0, 2.0]
-    assert found[2][1]["value"] == found[1]["value"] != found[2][0]["value"], "each as if it were alone"
+    assert found[2][1]["value"] == found[1]["value"] != found[2][0]["value"], "the same as if evaluated alone"
     assert all(record["error"] > 0 for record in found[2])
-    assert main([*asked, "--guidance", "1", "2"]) == 0
+    assert main([*requested, "--guidance", "1", "2"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert (
         f"fd-averages {found[2][0]['value']:.3f} ± {found[2][0]['error']:.3f}: 30 samples of 10 classes in turn ("
@@ -300,7 +300,7 @@ def test_several_guidance_strengths_are_measured(tmp_path, monkeypatch, capsys):
     )
     assert "guidance" not in first
     assert "evaluations, guidance 2, seed 0" in second
-    assert main([*asked[:3], *asked[4:]]) == 0
+    assert main([*requested[:3], *requested[4:]]) == 0
     assert ": 30 samples (" in capsys.readouterr().out, "without labels"
 
 

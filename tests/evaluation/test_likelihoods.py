@@ -1,4 +1,4 @@
-"""All likelihoods of one model side by side, their order, and what the first steps of a chain cost and convey."""
+"""All likelihoods of one model, their order, and the rate and distortion of the first steps of a chain."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from bsi.evaluation.likelihoods import OrderedPair, rate_distortion
 
 
 class Zero(nn.Module):
-    """Leaves the best linear prediction unchanged."""
+    """A network that leaves the best linear prediction unchanged."""
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""What an animation of samples shows: the one in the report, and that of `bsi sample --animate`."""
+"""Animations of samples: in the report and by `bsi sample --animate`."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ class Zero(torch.nn.Module):
 
 @pytest.mark.parametrize("method", [bsi.BSI(), bsi.BFN(), bsi.VDM()], ids=repr)
 def test_an_animation_shows_belief_means_and_not_latents(method, tmp_path, monkeypatch):
-    """A VDM's first latent is 12 times as small as what its measurements say about the sample."""
+    """The first latent of a VDM is 12 times smaller than the belief mean."""
     shown = []
     monkeypatch.setattr(samples, "belief_frames", lambda moments, low, high: shown.extend(moments) or [])
     monkeypatch.setattr(samples, "animate", lambda frames, path, lossless: None)

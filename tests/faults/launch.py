@@ -38,7 +38,7 @@ FOREVER_S = 600.0
 
 
 class Faults:
-    """The faults of this process, and what happens when one is met."""
+    """The faults of this process, and the actions at their points."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.step, self.saving = rank, -1, -1
@@ -48,10 +48,10 @@ class Faults:
         self.heard = False
 
     def at(self, point: str) -> str | None:
-        """The action for this point, if a fault waits here; None otherwise. Each happens once."""
+        """The action of the fault at this point, or None. Each fault happens once."""
         for number, fault in enumerate(self.specs):
             here = fault["point"] == point and fault.get("rank", 0) == self.rank
-            # A save is named by the step it saves; the training may be ahead of it.
+            # A save is named by the step it saves; training may have continued.
             if here and fault["step"] == (self.saving if point.startswith("save:") else self.step):
                 try:
                     (self.marks / f"fault-{number}").touch(exist_ok=False)
@@ -61,7 +61,7 @@ class Faults:
         return None
 
     def meet(self, point: str) -> str | None:
-        """Do what can be done here; what the caller must do itself is returned."""
+        """Perform the action if it is possible here; otherwise return it to the caller."""
         do = self.at(point)
         if do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +70,7 @@ class Faults:
         elif do is not None and do.startswith("signal "):
             _, name, whom = do.split()
             os.kill(os.getppid() if whom == "parent" else os.getpid(), signal.Signals[name])
-            while whom == "parent" and not self.heard:  # the launcher passes it on in its own time
+            while whom == "parent" and not self.heard:  # until the launcher has forwarded the signal
                 time.sleep(0.02)
         elif do == "ctrl-c and wait":
             os.kill(os.getpid(), signal.SIGINT)
@@ -156,7 +156,7 @@ def patch(faults: Faults) -> None:
     def faulty_batch(self: Stream, piece: Piece, data: torch.Tensor) -> Batch:
         faults.meet("data")
         batch = batch_of(self, piece, data)
-        if log and faults.step == piece.step:  # a pass that does not count is made before the first step
+        if log and faults.step == piece.step:  # a pass without an update precedes the first step
             ids = piece_ids(self.recipe, len(self.source), piece)
             rows = zip(ids, data, batch.t, batch.eps, strict=True)
             lines = [
@@ -182,7 +182,9 @@ def patch(faults: Faults) -> None:
     leave = dist.destroy_process_group
 
     def alone() -> None:
-        """A reducer that outlives its group destroys it with Python's lock held, and gloo's threads may want that."""
+        """A reducer that outlives its process group destroys it while holding the GIL, for which gloo's threads may
+        wait.
+        """
         faults.meet("leave")
         left = [type(kept).__name__ for kept in gc.get_objects() if isinstance(kept, DistributedDataParallel)]
         leave()
@@ -209,7 +211,7 @@ def command(words: Sequence[str]) -> int:
 def sequence(plan: Path) -> int:
     """Runs of {"out", "words", "faults", "ranks", "slurm", "log", "copy"} in turn; writes "codes" and "stderr".
 
-    `copy` keeps the run folder as it was left.
+    `copy` keeps a copy of the run folder.
     """
     import torch._dynamo  # noqa: F401  # before the forks, which need not import it again; optimizers do
 
@@ -231,7 +233,7 @@ def sequence(plan: Path) -> int:
 
 
 def _free_port() -> int:
-    """A port that nobody listens on, in the range that is derived from a Slurm job's number."""
+    """A free port, in the range that is derived from a Slurm job's number."""
     for port in range(20000 + os.getpid() % 10000, 40000):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("localhost", port))

@@ -1,4 +1,4 @@
-"""Starting runs with faults, and comparing what they leave behind."""
+"""Start runs with faults, and compare their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 240.0  # longer than anything here takes on a busy machine
+LIMIT_S = 240.0  # longer than any run here takes on a busy machine
 LAUNCH = Path(__file__).with_name("launch.py")
 
 # A tiny DiT with dropout on the digits: 24 steps of 16 samples, a checkpoint every 8, an evaluation every 12.
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: the exit code of each rank, and what they wrote to stderr."""
+    """The end of a run: the exit code of each rank, and their stderr."""
 
     codes: list[int]
     stderr: str
@@ -63,7 +63,7 @@ def _environment() -> dict[str, str]:
 
 
 def _run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run to the end; if there is none, end all processes of it, not only the first."""
+    """Run to the end; after a timeout, kill all processes of the run."""
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:

@@ -1,4 +1,4 @@
-"""Random damage: whatever a command is given, it ends in time with a documented exit code and one message.
+"""Random damage: for every input a command ends in time with a documented exit code and one message.
 
 A case is a command line, a damaged run folder or a damaged data file, made from a seed and its number. It fails on a
 traceback, an undocumented exit code, an unexpected error, more than a minute, or a change outside the folder that the
@@ -37,7 +37,7 @@ SEED = int(os.environ.get("BSI_FUZZ_SEED", "0"))
 ONLY = os.environ.get("BSI_FUZZ_ONLY")
 CODES = (0, 1, 2, 3, 4, 5, 75)
 SECONDS = 60
-MEMORY = 16 << 30  # beyond what the process has
+MEMORY = 16 << 30  # more than the process has
 DEEP = b"[" * 100_000
 SECRET = "../../../outside/secret"  # from a file of the run folder
 
@@ -96,7 +96,7 @@ COMMANDS = [
 ]
 
 
-LIMITS = {"study": ["--plan"], "train": ["--dry-run"], "demo": ["--steps", "1"]}  # what takes minutes
+LIMITS = {"study": ["--plan"], "train": ["--dry-run"], "demo": ["--steps", "1"]}  # commands that take minutes
 
 
 class Hang(BaseException):
@@ -149,7 +149,7 @@ def here(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 class Served:
     def run(self, sockets: object) -> None:
-        """A server that has been asked to stop."""
+        """A server that stops at once."""
 
 
 def quiet(words: list[str]) -> str:

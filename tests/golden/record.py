@@ -1,13 +1,13 @@
-"""What must stay the same when the code is rearranged: hashes and values, on one thread of a CPU, in float32.
+"""Results that a refactor must not change: hashes and values, on one thread of a CPU, in float32.
 
     python tests/golden/record.py                      compare with values.json, a line for each item
     python tests/golden/record.py samples bounds       some groups alone
     python tests/golden/record.py --write              record anew, after a change that is meant
 
 run-0.1.0/ and export-0.1.0.safetensors were written by version 0.1.0 (`--write-legacy`) and are never written again:
-later versions load them, and go on with the run.
+later versions load them and resume the run.
 
-Everything that is named in bsi, and not public there, is in the block of adapters below.
+All private names of bsi that are used are in the block of adapters below.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VALUES, LEGACY_RUN, LEGACY_EXPORT = HERE / "values.json", HERE / "run-0.1.0", HE
 CLOSE = 1e-5  # allowed on another machine or with another torch, relative and absolute
 
 
-# --- adapters: the names of bsi that a refactor may move; adjust them here alone --------------------------------------
+# --- adapters: names of bsi that a refactor may move; adjust them only here -------------------------------------------
 
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build, cost, resolve  # noqa: E402
 from bsi.backbones.config import KNOWN_NAMES, training_memory  # noqa: E402
@@ -101,7 +101,7 @@ def network_of(model: bsi.Model) -> torch.nn.Module:
 
 
 def stream_of(recipe: Recipe, start: int, labels: bool) -> Stream:
-    """What a run sees of the digits from a step on, on one rank."""
+    """The batches of a run on the digits from a step on, on one rank."""
     digits = open_dataset("digits")
     world = World(Place(), torch.device("cpu"))
     known = digits.labels.train.astype(np.int64) if labels else None
@@ -110,7 +110,8 @@ def stream_of(recipe: Recipe, start: int, labels: bool) -> Stream:
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
-EXACT, FLOATS, ROUNDED = "exact", "floats", "rounded"  # integers; floats; what rounding can move far, as an index
+# integers; floats; values that rounding can change a lot, such as an index
+EXACT, FLOATS, ROUNDED = "exact", "floats", "rounded"
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ MLP = MLPConfig(width=32, depth=2)
 
 
 def network(config: Any, shape: tuple[int, ...] = (1, 8, 8), bins: int | None = 17, seed: int = 0) -> torch.nn.Module:
-    """A network of seeded weights. What begins as 0 gets some too, so that nothing is hidden behind the last layer."""
+    """A network with seeded weights. Layers that start at 0 get weights too, so that every layer affects the output."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         made = build(config, shape=shape, bins_count=bins)
@@ -210,7 +211,7 @@ def tiny(method: str, config: Any = DIT, **settings: Any) -> Recipe:
 
 
 def recipes() -> dict[str, Recipe]:
-    """The runs of the training group: every method, network and optimizer, and most of what a recipe can ask for."""
+    """The runs of the training group: every method, network and optimizer, and most settings of a recipe."""
     sigmoid = Objective(weight="sigmoid")
     seen = Data("digits", flips=True, labels=True, unlabeled=0.25)
     return {
@@ -314,7 +315,7 @@ def bounds(tmp: Path) -> Iterator[Item]:
 
 
 def _numbers(record: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a JSON record by their places, but those that tell of time."""
+    """The numbers of a JSON record by their paths, without times."""
     if isinstance(record, dict):
         for key, value in record.items():
             if not any(word in key for word in ("second", "time", "date", "per_s", "environment")):
@@ -371,7 +372,7 @@ def _inception_weights(path: Path) -> Path:
 
 
 def order(tmp: Path) -> Iterator[Item]:
-    """(5) Which sample comes when, and what a step of the trainer sees."""
+    """(5) The order of samples, and the batches of the trainer."""
     for seed, count, shards in ((0, 10, 1), (0, 1498, 16), (1, 1498, 64), (2**63 - 1, 101, 8), (7, 1, 2)):
         name = f"seed {seed}, {count} samples"
         yield item(f"{name}: two epochs", sample_ids(seed, count, 0, 2 * count))
@@ -432,7 +433,7 @@ def exports(tmp: Path) -> Iterator[Item]:
 
 
 def sizes(tmp: Path) -> Iterator[Item]:
-    """(8) Parameters, FLOPs and memory in closed form; how seeded networks begin."""
+    """(8) Parameters, FLOPs and memory in closed form; the weights of seeded networks."""
     shape, bins = (3, 32, 32), 256
     for name in KNOWN_NAMES:
         config = resolve(name)
@@ -458,7 +459,7 @@ def sizes(tmp: Path) -> Iterator[Item]:
 
 
 def legacy_recipe(method: str, steps: int) -> Recipe:
-    """Constant rates, so that the run may go on; Muon and AdamW, averages, an evaluation and samples on the way."""
+    """Constant rates, so that the run can be extended; Muon and AdamW, averages, an evaluation and samples."""
     recipe = tiny(method, replace(DIT, depth=1), steps=steps, name="digits", samples=Samples(4, Sampler(4)))
     every = Every(journal=1, evaluate=10, sample=20, checkpoint=20)
     return with_optimizer(replace(recipe, every=every), schedule="constant", final_lr=0.0)
@@ -474,7 +475,7 @@ def write_legacy(tmp: Path) -> None:
 
 
 def legacy(tmp: Path) -> Iterator[Item]:
-    """(9) A run and an export of version 0.1.0: what they give when loaded, and how the run goes on."""
+    """(9) A run and an export of version 0.1.0: their outputs when loaded, and the resumed run."""
     for name, path in (("run", LEGACY_RUN), ("export", LEGACY_EXPORT)):
         model = bsi.load(path)
         yield from hash_of(f"{name} weights", network_of(model).state_dict())
@@ -505,7 +506,7 @@ GROUPS: dict[str, Group] = {
 
 
 def about() -> dict[str, str]:
-    """What the last bits depend on beside the code."""
+    """What the last bits depend on besides the code."""
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -521,7 +522,7 @@ def same_machine(recorded: dict[str, str]) -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """One thread, default types, and no data folder, ranks or cache of whoever runs this."""
+    """One thread, default types, and no data folder, ranks or cache of the user."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     known = ("BSI_DATA", "RANK", "WORLD_SIZE", "SLURM_PROCID")
     before = {name: os.environ.pop(name) for name in known if name in os.environ}
@@ -553,7 +554,7 @@ class Comparison:
 
 
 def compare(found: Item, recorded: dict[str, Any] | None, strict: bool) -> Comparison:
-    """`strict`: the hash decides; else values to 1e-5, integers as they are, and rounded ones not at all."""
+    """`strict` compares hashes; otherwise values to 1e-5, integers exactly, and rounded ones not at all."""
     if recorded is None:
         return Comparison(found.name, False, "not recorded")
     if found.sha256 == recorded["sha256"]:

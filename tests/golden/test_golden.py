@@ -1,7 +1,6 @@
-"""What was recorded before the code was rearranged is still what it gives: see record.py.
+"""Results equal those recorded before the refactor: see record.py.
 
-In a process of its own: nothing that other tests leave behind can move a bit,
-and shapes are not checked, which is half the time.
+It runs in a separate process: other tests cannot affect it, and without shape checks it takes half the time.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""azula's samplers on our denoiser: the steps of our solvers, and samples like ours."""
+"""Samplers of azula with a denoiser of this package: the same steps and similar samples."""
 
 import pytest
 import torch

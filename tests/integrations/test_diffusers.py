@@ -1,4 +1,4 @@
-"""diffusers' own networks and loops with `BSIScheduler`: the losses, samples and bounds of `bsi.Model`."""
+"""Networks and loops of diffusers with `BSIScheduler`: the losses, samples and bounds of `bsi.Model`."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_a_network_of_diffusers_learns_in_the_usual_loop() -> None:
         found = loop(network.eval(), scheduler, torch.randn(16, *SHAPE))
     assert (found.abs() - 1).abs().mean() < 0.3
     bound = bsi.Model(DiffusersBackbone(network), scheduler.method, SHAPE).elbo(x + 0.01 * torch.randn(x.shape))
-    assert torch.isfinite(bound.nats).all(), "the likelihood that diffusers does not have"
+    assert torch.isfinite(bound.nats).all(), "diffusers itself has no likelihood"
 
 
 def test_the_scheduler_is_saved_and_loaded(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""A DiT's fused blocks compute what its plain blocks compute, dropout included, in Triton's interpreter.
+"""The fused blocks of a DiT equal its plain blocks, dropout included, in Triton's interpreter.
 
 cuBLASLt needs a GPU: its products are replaced by PyTorch's, in float32. `bsi bench train --check` compares the real
 kernels with float32 on a GPU.
@@ -82,7 +82,7 @@ total.backward(retain_graph=True)
 try:
     total.backward()
 except RuntimeError as error:
-    print("refused", error)
+    print("rejected", error)
 """
 
 EIGHT = """
@@ -125,8 +125,8 @@ def test_fp8_blocks_agree_with_the_plain_ones_up_to_rounding() -> None:
     assert max(exact) == 0, "scaling, rounding, transposing, and frozen weights"
     for numbers in about(lines, "error"):
         output, *gradients = map(float, numbers)
-        assert output < 0.06, "four binary digits, in four products"
-        assert max(gradients) < 0.2, "three binary digits, in each gradient on the way"
+        assert output < 0.06, "four significant bits, in four products"
+        assert max(gradients) < 0.2, "three significant bits, in each gradient"
 
 
 @needs_triton

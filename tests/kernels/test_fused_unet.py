@@ -1,4 +1,4 @@
-"""The fused U-Net computes what the plain one computes, and its kernels what they document, in Triton's interpreter.
+"""The fused U-Net equals the plain one, and its kernels their documentation, in Triton's interpreter.
 
 The interpreter multiplies bfloat16 as if it were integers and has no GPU instructions: where a test computes in
 bfloat16, both are replaced.

@@ -1,4 +1,4 @@
-"""The noise kernel draws the numbers of rng.py: in Triton's interpreter, and on a GPU where there is one."""
+"""The noise kernel draws the numbers of rng.py: in Triton's interpreter, and on a GPU if there is one."""
 
 import importlib
 from pathlib import Path

@@ -22,7 +22,7 @@ from bsi.runtime.export import export
 
 @dataclass(frozen=True)
 class Exploding:
-    """A variance-exploding diffusion, psi = x + eps / sqrt(level): EDM's process as a method of three dozen lines."""
+    """A variance-exploding diffusion, psi = x + eps / sqrt(level): EDM's process as a method of about 36 lines."""
 
     low: float = 1e-2
     high: float = 1e4
@@ -112,6 +112,6 @@ def test_an_unknown_method_in_a_file_names_the_known_ones(tmp_path: Path) -> Non
 
 
 def test_a_name_is_registered_once() -> None:
-    register("bsi", bsi.BSI)  # again, the same
+    register("bsi", bsi.BSI)  # a second time, with the same result
     with pytest.raises(UsageError, match="taken"):
         register("bsi", Exploding)

@@ -234,7 +234,7 @@ def test_belief_update_for_sampling_is_the_tables_row(method):
     grid = paper_grid(method, 12)
     table = posterior(method, grid)
     level, alpha = grid[:-1], torch.diff(grid)
-    known = method.gain(level) + method.c > 0  # a latent of no information is 0, whatever multiplies it
+    known = method.gain(level) + method.c > 0  # a latent without information is 0, for any coefficient
     torch.testing.assert_close(table.latent[known], (level / (level + alpha))[known], rtol=1e-9, atol=0)
     torch.testing.assert_close(table.x_hat, alpha / (level + alpha), rtol=1e-9, atol=0)
     torch.testing.assert_close(table.eps, torch.sqrt(alpha) / (level + alpha), rtol=1e-9, atol=0)

@@ -40,7 +40,7 @@ def test_a_large_mean_loses_no_digits() -> None:
     torch.testing.assert_close(far.covariance, near.covariance, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("spread", [1.3, 0.0])  # without spread, nothing is left to take a root of
+@pytest.mark.parametrize("spread", [1.3, 0.0])  # without spread the covariance is zero
 def test_distance_is_the_textbook_formula(spread: float) -> None:
     a, b = Moments.of(features(60, 10, seed=7)), Moments.of(features(80, 10, seed=8, scale=spread, offset=0.5))
     m_1, S_1, m_2, S_2 = (part.numpy() for part in (a.mean, a.covariance, b.mean, b.covariance))
@@ -52,7 +52,7 @@ def test_distance_is_the_textbook_formula(spread: float) -> None:
 
 @pytest.mark.parametrize("n", [500, 40])
 def test_distance_to_itself_is_zero(n: int) -> None:
-    """Also where fewer samples than features leave the covariance singular."""
+    """Also with fewer samples than features, where the covariance is singular."""
     moments = Moments.of(features(n, 64, seed=10))
     assert 0 <= frechet_distance(moments, moments) < 1e-12 * moments.covariance.trace().item()
 
@@ -144,7 +144,7 @@ def test_kid_does_not_depend_on_the_block_size_beyond_noise() -> None:
 
 @pytest.mark.parametrize("n", [400, 90])
 def test_sorted_images_have_the_kid_of_shuffled_ones(n: int) -> None:
-    """By class, as in folders: neither blocks of one class, nor the first classes of the larger set alone."""
+    """Images sorted by class: blocks contain all classes, also of the larger set."""
     offset = torch.arange(4).repeat_interleave(100)[:, None].float()
     shuffled = offset[torch.randperm(400, generator=torch.Generator().manual_seed(7))]
     real, drawn = normal(400, 8, seed=8) + offset, normal(400, 8, seed=9) + shuffled

@@ -1,4 +1,4 @@
-"""Features over two real processes: the result of one rank, whatever each of them holds.
+"""Features of two real processes: the result of one rank, for any distribution of the samples.
 
 Run by torchrun, this file is the ranks' program.
 """

@@ -1,4 +1,4 @@
-"""From images of files and arrays to a record, with a reference that is stored: row 28 of docs/reliability.md."""
+"""From images in files and arrays to a record with a stored reference: row 28 of docs/reliability.md."""
 
 import dataclasses
 import json

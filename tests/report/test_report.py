@@ -1,4 +1,4 @@
-"""`bsi report`: one file that says what the run folder says, opens offline, and runs nothing."""
+"""`bsi report`: one file with the contents of the run folder, which opens offline and runs no code."""
 
 import base64
 import io
@@ -30,7 +30,7 @@ from bsi.training.train import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A tiny run of the digits recipe, with everything that a run leaves behind."""
+    """A tiny run of the digits recipe with all files of a run."""
     named = bsi.recipes.digits()
     recipe = replace(
         named,
@@ -57,7 +57,7 @@ def copy(run, tmp_path):
 
 
 class Reader(HTMLParser):
-    """Checks that every tag that opens is closed, and collects what a document refers to."""
+    """Checks that every tag that opens is closed, and collects the references of a document."""
 
     VOID = frozenset({"meta", "link", "img", "br", "line", "circle", "polyline", "polygon"})
 
@@ -370,7 +370,7 @@ def test_nothing_is_written_through_links_that_lead_out_of_a_run(copy, tmp_path,
     assert main(["eval", str(copy), "--bpd", "--limit", "2", "--device", "cpu"]) == 0
     assert "warning" in capsys.readouterr().err
     assert not list(outside.iterdir())
-    write_report(copy, outside / "report.html", ask_model=False)  # where the user wants
+    write_report(copy, outside / "report.html", ask_model=False)  # the user may choose any folder
 
 
 # Charts

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what a process finds after another one died."""
+"""Checkpoints on disk, as found after the process that wrote them was killed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_saver_knows_whether_anything_was_saved(tmp_path: Path) -> None:
     saver.save(snapshot(1))
     saver.close()
     assert saver.has_saved
-    assert Saver(tmp_path, Keep(), lambda: None).has_saved, "a run that goes on"
+    assert Saver(tmp_path, Keep(), lambda: None).has_saved, "a resumed run"
 
 
 @pytest.mark.parametrize("content", ["", "step-00000099\n", "../../etc\n", "\x00"])
@@ -152,7 +152,7 @@ for write in (lambda: save(2), lambda: ema.store_averages(root, 2, weights)):
 
 
 def test_a_disk_that_fills_while_tensors_are_written_is_reported_as_full(tmp_path: Path) -> None:
-    """By the system itself, through the library that writes them: it has errors of its own."""
+    """The operating system reports the error through safetensors, which has its own error type."""
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["BsiError 1 True", "BsiError 1 False"]
     assert found(tmp_path / "checkpoints").step == 1
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_while_tensors_are_written_is_reported_as_full(tmp_pat
 
 
 def test_a_background_save_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saver writes while training goes on; until it has moved `latest`, the old checkpoint is the one."""
+    """The saver writes while training continues; until `latest` is updated, the previous checkpoint is used."""
     checkpoint.save(tmp_path, snapshot(1), Keep())
     go, write = threading.Event(), checkpoint.write_files
     monkeypatch.setattr(checkpoint, "write_files", lambda *args: (go.wait(60), write(*args)))
@@ -196,7 +196,7 @@ def test_reading_a_checkpoint_that_is_being_replaced_works(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "latest"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "number"])
 def test_every_kind_of_damage_is_reported_as_a_damaged_checkpoint(tmp_path: Path, name: str, kind: str) -> None:
-    """Row 54: also where the hashes were made to fit."""
+    """Row 54: also with hashes that match the damage."""
     folder = checkpoint.save(tmp_path, snapshot(1), Keep())
     path = tmp_path / name if name == "latest" else folder / name
     path.unlink()

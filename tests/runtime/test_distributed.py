@@ -1,4 +1,4 @@
-"""Where ranks find each other, and which one the watchdog names."""
+"""How ranks find each other, and the rank that the watchdog names."""
 
 from __future__ import annotations
 

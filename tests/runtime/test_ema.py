@@ -27,7 +27,7 @@ IMAGES = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual
 
 
 def weights_of(profile: Profile) -> np.ndarray:
-    """What an average gives to each of the first steps, by its recursion: its own share, times all that stays after."""
+    """The weight of each of the first steps in an average, from its recursion."""
     steps = np.arange(1, profile.step + 1)
     beta = (1 - 1 / steps) ** (profile.gamma + 1)
     stays = np.append(np.cumprod(beta[:0:-1])[::-1], 1.0)
@@ -63,7 +63,7 @@ def test_an_intermediate_width_is_nearly_a_combination_of_averages(wanted: float
 
 
 def test_the_average_of_a_straight_line_is_known() -> None:
-    """theta(t) = t has the average (gamma + 1) / (gamma + 2) t, up to the steps being whole."""
+    """theta(t) = t has the average (gamma + 1) / (gamma + 2) t, up to discretization."""
     line = nn.Linear(1, 1, bias=False)
     averages = PowerAverages(line, [0.1])
     for step in range(1, 2001):
@@ -141,7 +141,7 @@ def test_a_run_without_averages_raises_with_the_option(tmp_path: Path) -> None:
         Ema(powers=(0.5,))
 
 
-@pytest.mark.parametrize("large", [1, 4, 2**20])  # all of them one by one, some, none
+@pytest.mark.parametrize("large", [1, 4, 2**20])  # one, some and all of them
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_each_tensor_moves_by_its_weight(large: int, weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGE", large)
@@ -154,7 +154,7 @@ def test_each_tensor_moves_by_its_weight(large: int, weight: float, monkeypatch:
 
 
 def test_a_long_average_of_constant_weights_is_constant() -> None:
-    """Of weights that do not move: factors that do not sum to 1 would carry it away."""
+    """Constant weights: factors that do not sum to 1 would change their average."""
     weights, average = [torch.full((5,), 1.7)], [torch.full((5,), 1.7)]
     for _ in range(10_000):
         lerp_(average, weights, torch.tensor(1e-4))
@@ -174,4 +174,4 @@ def test_the_average_copies_buffers() -> None:
     assert torch.equal(ema.model.denoiser.backbone.running_mean, network.running_mean)
     assert float(network.running_mean) != 0
     assert network.training
-    assert not ema.model.training, "it is only ever read from, and without dropout"
+    assert not ema.model.training, "it is only used for evaluation, without dropout"

@@ -1,4 +1,4 @@
-"""Models as files and folders: saved, loaded, and rejected where they are damaged, malicious or of another version."""
+"""Models as files and folders: saved, loaded, and rejected if damaged, malicious or of another version."""
 
 import json
 import sys
@@ -99,7 +99,7 @@ def test_a_loaded_model_keeps_its_recipe(tmp_path: Path) -> None:
     assert read_trained(folder).recipe == read_trained(BUNDLED["digits"]).recipe
     assert "bsi train digits" in (folder / "README.md").read_text()
     assert same(model, bsi.Model.from_pretrained(folder))
-    model.method = replace(model.method, alpha_M=2e4)  # no longer what the recipe trained
+    model.method = replace(model.method, alpha_M=2e4)  # other weights than those of the recipe
     changed = read_trained(model.save_pretrained(tmp_path / "changed"))
     assert (changed.recipe.method, changed.step) == (model.method, 0)
 

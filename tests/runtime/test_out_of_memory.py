@@ -28,7 +28,7 @@ CIFAR = DataSpec("cifar10", "v", 50000, (3, 32, 32), Bins(-1.0, 1.0, 256))
 
 
 class Hungry(torch.nn.Module):
-    """A network for which more than `most` images at a time are too many, from its call number `after` on."""
+    """A network that runs out of memory with more than `most` images, from call number `after` on."""
 
     def __init__(self, most: int, after: int = 0, when_training: bool = True) -> None:
         super().__init__()
@@ -99,10 +99,10 @@ def test_a_step_beyond_the_host_memory_is_rejected_before_it_starts(monkeypatch)
     """CIFAR-10 with DiT-S/2 in batches of 512 on a host of 24 GB; the suggested option fits."""
     has(monkeypatch, 22)
     cifar, host = bsi.recipes.cifar10_dit_s(), World(Place(), torch.device("cpu"))
-    with pytest.raises(UsageError, match=r"not enough memory: .* this process can have 22\.0 GiB") as refused:
+    with pytest.raises(UsageError, match=r"not enough memory: .* this process can have 22\.0 GiB") as rejected:
         check_host(cifar, CIFAR, host)
-    assert "with 512 samples at a time: --batch 512 on 1 rank, --accumulation 1" in str(refused.value)
-    (pieces,) = re.findall(r"add --accumulation (\d+), which computes the same batch of 512", str(refused.value))
+    assert "with 512 samples at a time: --batch 512 on 1 rank, --accumulation 1" in str(rejected.value)
+    (pieces,) = re.findall(r"add --accumulation (\d+), which computes the same batch of 512", str(rejected.value))
     check_host(replace(cifar, accumulation=int(pieces)), CIFAR, host)
     has(monkeypatch, 40)
     shared = replace(cifar, accumulation=4)

@@ -1,4 +1,4 @@
-"""Measurements of one network, and the features of the metric fd-digits."""
+"""Measurements of one network, and the features of fd-digits."""
 
 import importlib
 import math

@@ -96,7 +96,7 @@ def test_the_noise_floor_is_that_of_the_difference(tmp_path):
 
 
 def test_differences_of_distances_are_paired_by_seed(tmp_path):
-    """One seed is worse than the other by far more than the networks differ."""
+    """The seeds differ by far more than the networks."""
     results = Results(tmp_path, SMOKE)
     a, b = ([replace(DIGITS, steps=steps, seed=seed) for seed in (0, 1)] for steps in (10, 20))
     for networks, offset in ((a, 0.0), (b, 3.0)):
@@ -114,7 +114,7 @@ def test_differences_of_distances_are_paired_by_seed(tmp_path):
         (-0.19, 0.1, 0.0, "undecided"),
         (0.19, 0.1, 0.0, "undecided"),
         (0.21, 0.1, 0.0, "not held"),
-        (-5e-10, 1e-12, 0.001, "not held"),  # certain, and of no practical size
+        (-5e-10, 1e-12, 0.001, "not held"),  # significant, but of no practical size
         (-0.003, 0.0005, 0.001, "held"),
         (-0.0009, 0.0003, 0.001, "undecided"),
         (0.0, 0.0001, 0.001, "not held"),
@@ -151,7 +151,7 @@ def test_a_claim_of_several_parts_holds_if_all_hold():
     ("gaps", "verdict"),
     [
         ((4.0, 1.0, 0.3), "held"),
-        ((4.0, 0.0, 0.05), "held"),  # the noise floor is reached
+        ((4.0, 0.0, 0.05), "held"),  # the gap is below its noise
         ((1.0, 1.0, 1.0), "undecided"),  # above, but not converging
         ((4.0, 1.0, -0.5), "not held"),
         ((1.0, 4.0, 0.3), "not held"),
@@ -168,7 +168,7 @@ def test_a_bound_converges_only_if_it_is_above_and_falls(gaps, verdict):
     [
         ((-1.0, -1.0), (1.0, 1.0), "not held"),  # better at every k'
         ((-1.0, 1.0), (1.0, 0.0), "held"),
-        ((-1.0, 0.0), (1.0, 1.0), "undecided"),  # worse in bits, which shows nothing about samples
+        ((-1.0, 0.0), (1.0, 1.0), "undecided"),  # worse in bits only
     ],
 )
 def test_an_advantage_is_refuted_for_each_quantity_alone(distances, bits, verdict):
@@ -266,7 +266,7 @@ def test_published_values_of_other_authors_are_in_the_table(tmp_path):
 
 
 def test_two_proposals_are_judged_on_the_same_resampled_images():
-    """Spreads that rise and fall together leave a difference without an error."""
+    """The difference of two equal spreads has no error."""
     generator, level = np.random.default_rng(0), np.geomspace(1e-2, 1e6, 33)
     errors, both = generator.uniform(0.5, 1.5, (33, 50)) / level[:, None], LogUniform(1e-2, 1e6)
     a = resampled(relative_spread, level, errors, both)

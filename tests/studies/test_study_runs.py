@@ -102,8 +102,8 @@ def test_more_seeds_are_for_networks_that_are_compared():
     for name, study in STUDIES.items():
         seeds = {job.network.seed for job in study.measurements(scale)}
         assert seeds == ({0, 1, 2} if name in SEEDED else {0} if seeds else set())
-        asked = " --seeds 3" if name in SEEDED else ""
-        assert study.command(scale) == f"bsi study {name} --scale smoke{asked} --out FOLDER"
+        requested = " --seeds 3" if name in SEEDED else ""
+        assert study.command(scale) == f"bsi study {name} --scale smoke{requested} --out FOLDER"
     alone = Comparison(tiny, seeds=(0,), methods=("bsi",), samples=False)  # compared with published values
     scale = replace(TINY, comparisons=(*TINY.comparisons, alone)).with_seeds(3)
     assert scale.comparisons == (replace(TINY.comparisons[0], seeds=(0, 1, 2)), alone)
@@ -123,7 +123,7 @@ def test_jobs_are_planned_once_seed_by_seed_and_networks_before_their_measuremen
 
 
 class Passing(Results):
-    """A store whose time passes with a number of checks."""
+    """A store whose time limit is reached after a number of checks."""
 
     @property
     def left_s(self) -> float:
@@ -171,7 +171,7 @@ def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, t
     store, job = copy_of(folder, tmp_path), bound(TINY, tiny("bsi"))
     path, arrays = store.file(job), store.file(job).with_suffix(".npz")
     record = json.loads(path.read_text())
-    record["job"]["recipe"]["optimizer"]["beta_2"] = 0.5  # as if a default had changed since
+    record["job"]["recipe"]["optimizer"]["beta_2"] = 0.5  # as if a default had changed
     path.write_text(json.dumps(record))
     with pytest.raises(DataError, match="other defaults"):
         store.read(job)
@@ -184,7 +184,7 @@ def test_damaged_measurements_and_those_of_other_networks_are_rejected(folder, t
 
 
 def test_the_bound_is_the_integral_of_the_errors_over_the_levels(folder):
-    """Both are of one network, the errors of eight of the images."""
+    """Both are of one network; the errors are of eight images."""
     store = Results(folder, TINY)
     found = store.read(LevelErrors(tiny("bsi"), 17, 8)).arrays
     u, g = np.log(found["level"]), 0.5 * found["level"][:, None] * found["error"]
@@ -244,7 +244,7 @@ def test_the_command_line_lists_plans_runs_and_rejects(tmp_path, capsys, monkeyp
 
 @pytest.mark.slow
 def test_all_studies_run_at_the_scale_smoke(tmp_path):
-    """Networks that learned something: bounds far below a uniform guess (4.09 bits/dim) of ordered quality."""
+    """Trained networks: bounds far below a uniform guess (4.09 bits/dim), and finite distances."""
     assert main(["study", "all", "--scale", "smoke", "--out", str(tmp_path)]) == 0
     found = {name: json.loads((tmp_path / f"{name}-smoke" / "numbers.json").read_text()) for name in STUDIES}
     for row in found["comparison"]["tables"][0]["rows"]:

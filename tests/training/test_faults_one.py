@@ -1,7 +1,6 @@
-"""What may befall one process: rows 1, 3, 7, 8, 11, 15 to 20, 23, 36, 38 of docs/reliability.md; real processes.
-
-A row is a chain of runs in one folder, most of which die. One launcher imports torch and forks a process for each of
-them; the tests then look at how they ended and what they left.
+"""Faults of one process: rows 1, 3, 7, 8, 11, 15 to 20, 23, 36, 38 of docs/reliability.md; real processes. A row is a
+chain of runs in one folder, most of which are killed. One launcher imports torch and forks a process for each run; the
+tests check exit codes and files.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chains(base: Path) -> Chains:
-    """Every chain of runs by the name of its folder; the last run of a chain is to finish it."""
+    """Every chain of runs by the name of its folder; the last run of a chain finishes it."""
 
     def out(name: str, *faults: dict, copy: str = "", words: str = "") -> Entry:
         log = base / f"{name}.log" if name in ("whole", "stopped") else None
@@ -124,7 +123,7 @@ def test_a_run_stopped_at_any_step_resumes_to_the_same_state_metrics_and_samples
     assert fingerprint(base / "stopped") == fingerprint(base / "whole")
     assert same_weights(base / "stopped", base / "whole")
     assert metrics(base / "stopped") == metrics(base / "whole")
-    # Nothing is seen twice and nothing left out: the logs as they were written are one text.
+    # No sample is repeated or left out: the concatenated logs are equal.
     assert (base / "stopped.log").read_text() == (base / "whole.log").read_text()
 
 
@@ -135,7 +134,7 @@ def test_the_previous_checkpoint_loads_after_a_kill_in_any_phase_of_a_save(base:
         found = checkpoint.find(base / f"killed-{phase[5:]}" / "checkpoints", pytest.fail)
         assert found is not None
         assert found.step == step, phase
-    assert list((base / "killed-publish" / "checkpoints").glob(".step-*")), "a leftover, to be cleaned"
+    assert list((base / "killed-publish" / "checkpoints").glob(".step-*")), "an incomplete save, to be deleted"
     assert not list((base / "killed" / "checkpoints").glob(".*"))
     assert fingerprint(base / "killed") == fingerprint(base / "whole")
     assert metrics(base / "killed") == metrics(base / "whole")
@@ -175,7 +174,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(base: Path, chains: Chains) -
 
 
 def test_a_failed_evaluation_loses_no_step_and_is_repeated(base: Path, chains: Chains) -> None:
-    """Row 36: the first fails after step 12, between the checkpoints of steps 8 and 16, and twice more on going on."""
+    """Row 36: it fails after step 12, between the checkpoints of steps 8 and 16, and twice more after a resume."""
     assert codes(chains["unseen"]) == [1, 1, 2, 0]
     assert latest(base / "unseen-failed") == "step-00000012"
     for ended in chains["unseen"][:2]:
@@ -197,7 +196,7 @@ def test_a_run_resumes_without_the_failed_evaluation(base: Path, chains: Chains)
 
 
 def test_a_finished_evaluation_is_kept_when_sampling_fails(base: Path, chains: Chains) -> None:
-    """Row 36: what is not asked for again is not made again, and so not forgotten."""
+    """Row 36: evaluations that are no longer requested are not repeated."""
     assert codes(chains["undrawn"]) == [1, 0]
     assert "the evaluation or the samples failed at step 12" in chains["undrawn"][0].stderr
     looks = [line for line in metrics(base / "undrawn") if line["event"] != "train"]
@@ -205,7 +204,7 @@ def test_a_finished_evaluation_is_kept_when_sampling_fails(base: Path, chains: C
 
 
 def test_a_stop_signal_interrupts_an_evaluation(base: Path, chains: Chains) -> None:
-    """Row 38: within that of step 12, and again when it is made up for."""
+    """Row 38: within the evaluation of step 12, and again when it is repeated."""
     assert codes(chains["interrupted"]) == [75, 75, 0]
     for ended in chains["interrupted"][:2]:
         assert "saved step 12 of 24; the same command or call resumes" in ended.stderr
@@ -218,7 +217,7 @@ def test_a_stop_signal_interrupts_an_evaluation(base: Path, chains: Chains) -> N
 
 
 def test_a_background_save_is_completed_when_a_step_fails(base: Path, chains: Chains) -> None:
-    """Row 18: the run folder stays locked until then; and what was trained until the error is saved too."""
+    """Row 18: the run folder stays locked until then, and the last step before the error is saved too."""
     assert codes(chains["broken"]) == [1, 0]
     assert (base / "broken-failed" / "checkpoints" / "step-00000016").is_dir()
     assert latest(base / "broken-failed") == "step-00000017"
@@ -227,7 +226,7 @@ def test_a_background_save_is_completed_when_a_step_fails(base: Path, chains: Ch
 
 
 def test_a_signal_after_the_last_step_does_not_prevent_the_end_of_a_run(base: Path, chains: Chains) -> None:
-    """Asked to stop in its last step, or killed after it was saved."""
+    """Stopped in its last step, or killed after the save."""
     assert codes(chains["ended"]) == [0, -9, 0]
     assert status(base / "ended")["state"] == "finished"
     assert "is finished: 24 steps" in chains["ended"][2].stderr
@@ -253,7 +252,7 @@ def test_changed_settings_are_listed_and_rejected_unless_safe(base: Path, chains
 
 
 def test_safe_changes_do_not_change_the_state(base: Path, chains: Chains) -> None:
-    """Other intervals and a copy every six steps; the pieces of a batch differ, so only dropout's masks do."""
+    """Other intervals, and a kept checkpoint every six steps; other pieces of a batch change only dropout masks."""
     assert codes(chains["changed"])[6] == 0
     kept = {path.name for path in (base / "changed" / "checkpoints").glob("step-*")}
     assert {"step-00000012", "step-00000018", "step-00000024"} <= kept
@@ -315,7 +314,7 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(
 
 
 def test_every_bit_of_a_manifest_is_checked(base: Path, chains: Chains, tmp_path: Path) -> None:
-    """Row 15: the manifest is protected by its own hash and by being written in one way only."""
+    """Row 15: the manifest is protected by its own hash and its canonical form."""
     folder = tmp_path / "step-00000024"
     shutil.copytree(base / "whole" / "checkpoints" / "step-00000024", folder)
     original = (folder / "manifest.json").read_bytes()
@@ -347,7 +346,7 @@ class Canary:
 
 
 def test_damaged_runs_foreign_locks_and_malicious_files_in_real_processes(base: Path, chains: Chains) -> None:
-    """Rows 15, 16, 19, 20 and 23 from the command's side: its exit codes and what it says."""
+    """Rows 15, 16, 19, 20 and 23 from the command line: exit codes and messages."""
     runs = {name: base / f"again-{name}" for name in ("damaged", "ruined", "held", "expired", "older", "malicious")}
     for run in runs.values():
         shutil.copytree(base / "whole", run)
@@ -398,7 +397,7 @@ def test_damaged_runs_foreign_locks_and_malicious_files_in_real_processes(base: 
 
 
 def test_pickles_are_never_loaded(base: Path, tmp_path: Path) -> None:
-    """Row 23: not by name, not in a run folder, not as a whole."""
+    """Row 23: neither by name, nor in a run folder, nor as an export."""
     for name in ("model.pt", "model.safetensors"):
         (tmp_path / name).write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
         with pytest.raises(CorruptCheckpoint, match="never loaded"):

@@ -1,6 +1,6 @@
-"""What may befall several ranks: rows 2, 4, 5, 6, 10, 11, 12, 13, 36 and 38 of docs/reliability.md.
+"""Faults of several ranks: rows 2, 4, 5, 6, 10, 11, 12, 13, 36 and 38 of docs/reliability.md.
 
-torchrun starts what is about torchrun; where only the ranks matter, one launcher forks them. Both meet over gloo.
+torchrun starts the ranks of tests about torchrun; otherwise one launcher forks them. All communicate by gloo.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_samples_levels_and_noise_do_not_depend_on_the_number_of_ranks(base: Pat
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for mine, reference in zip(ours, theirs, strict=True):
         assert mine["bits_per_dim"] == pytest.approx(reference["bits_per_dim"], rel=1e-6)
-        # Clipped, a gradient of any size moves the weights alike; evaluations have none.
+        # A clipped gradient gives the same update for any scale.
         assert mine.get("grad_norm", 0) == pytest.approx(reference.get("grad_norm", 0), rel=1e-4)
 
 
@@ -136,13 +136,15 @@ def test_a_rank_that_hangs_is_named_with_its_step(chains: Chains) -> None:
 
 
 def test_ranks_that_run_out_of_memory_exit_with_a_message(chains: Chains) -> None:
-    """The error holds what the step was computing with, DDP among it, when the process group ends."""
+    """The error still refers to the objects of the step, such as DDP, when the process group ends."""
     assert codes(chains["full"]) == [[2, 2]], chains["full"][0].stderr
     assert "out of memory on cpu" in chains["full"][0].stderr
 
 
 def test_a_failed_evaluation_on_another_rank_loses_no_step(base: Path, chains: Chains) -> None:
-    """Row 36: the first is told, saves, and is waited for. A GPU would not notice by itself that its peer is gone."""
+    """Row 36: the first rank is notified and saves, and the failed rank waits for it. A GPU does not detect a lost peer
+    by itself.
+    """
     assert codes(chains["unseen"]) == [[1, 1], [1, 2], [0, 0]]
     disk, memory, end = (ended.stderr for ended in chains["unseen"])
     assert "Input/output error" in disk
@@ -167,7 +169,7 @@ def test_a_stop_signal_to_one_rank_interrupts_the_evaluation_of_all(base: Path, 
 
 
 def test_a_rank_that_failed_in_an_evaluation_exits_after_the_save(base: Path, chains: Chains) -> None:
-    """Row 36: launchers kill all ranks when one has left. This one does so at once."""
+    """Row 36: launchers kill all ranks when one has exited. This one does so at once."""
     assert codes(chains["impatient"])[1] == [0, 0]
     assert "step-00000012" in chains["impatient"][1].stderr
     assert fingerprint(base / "impatient") == fingerprint(base / "two")

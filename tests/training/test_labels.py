@@ -1,4 +1,4 @@
-"""Labels in training: seen as often as the recipe says, learned, kept in the run, and asked for in samples."""
+"""Labels in training: dropped as often as configured, learned, stored in the run, and selected in sampling."""
 
 import json
 from dataclasses import replace
@@ -64,14 +64,14 @@ def test_the_given_share_of_labels_is_dropped() -> None:
         for batch in stream.step(step):
             assert batch.cond is not None
             seen.append(batch.cond)
-            # A blob's place says which label it has.
+            # The position of a blob determines its label.
             expected.append((batch.data[:, 0] / 6 + 1).round().long())
     cond, own = torch.cat(seen), torch.cat(expected)
     hidden = cond == 3
     assert torch.equal(cond[~hidden], own[~hidden])
     share, n = float(hidden.double().mean()), len(cond)
     assert abs(share - 0.25) < 4 * (0.25 * 0.75 / n) ** 0.5
-    often = hidden.view(100, 64).double().mean(0)  # by the place in a batch: each step hides others
+    often = hidden.view(100, 64).double().mean(0)  # by the position in a batch: each step drops other labels
     assert 0.0 < float(often.min()) < float(often.max()) < 1.0
     stream.close()
     again = next(iter(Stream(recipe, as_source(_points()), (2,), CPU, 0, LABELS.numpy(), 3).step(0)))
@@ -190,13 +190,13 @@ def test_a_distance_draws_all_classes_in_turn() -> None:
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
     model = bsi.Model(network, bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17)).eval()
-    asked = model.sample(6, steps=4, cond=torch.arange(6) % 3)
+    requested = model.sample(6, steps=4, cond=torch.arange(6) % 3)
     free = model.sample(6, steps=4)
-    for label, expected in ((None, free), (range(3), asked)):
+    for label, expected in ((None, free), (range(3), requested)):
         pictures = torch.cat(list(drawn_images(model, Sampler(steps=4), 6, CPU, 4, label=label)))
         gray = expected.double() * (255 / 16)
         assert float((pictures[:, :1].double() - gray).abs().max()) <= 1
-    assert not torch.equal(asked, free)
+    assert not torch.equal(requested, free)
 
 
 def test_guidance_moves_samples_away_from_unlabeled_ones() -> None:

@@ -1,4 +1,4 @@
-"""The lock of a run folder: who may take it over, and when."""
+"""The lock of a run folder: which process may take it over, and when."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def taken_over(folder: Path, me: Owner | None = None) -> str:
     return said[0]
 
 
-def refused(folder: Path, me: Owner | None = None) -> str:
+def rejected(folder: Path, me: Owner | None = None) -> str:
     """The error if the lock of a folder may not be taken over."""
     with pytest.raises(UsageError, match="in use by") as caught, hold(folder, pytest.fail, owner=me):
         pass
@@ -66,18 +66,18 @@ def test_a_run_that_lost_its_lock_saves_nothing(tmp_path: Path) -> None:
         with pytest.raises(BsiError, match="taken over by host elsewhere, pid 12"):
             checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(1, {}, {}), Keep(), held.check)
     assert checkpoint.find(tmp_path / "checkpoints", pytest.fail) is None
-    assert (tmp_path / FILE).exists(), "the thief's lock is not ours to remove"
+    assert (tmp_path / FILE).exists(), "the lock of the new owner is not removed"
 
 
 def test_a_lock_has_one_holder_and_is_released(tmp_path: Path) -> None:
     with hold(tmp_path, pytest.fail):
-        assert f"pid {os.getpid()}" in refused(tmp_path)
-        assert (tmp_path / FILE).exists(), "who was refused leaves the lock alone"
+        assert f"pid {os.getpid()}" in rejected(tmp_path)
+        assert (tmp_path / FILE).exists(), "a rejected process does not change the lock"
     assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_released_during_a_request_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between reading its name and its age. Who waits asks every second, and would have met it."""
+    """It is released between reading its owner and its age."""
     locked_by(tmp_path, ELSEWHERE)
     read = lock._read
 
@@ -106,11 +106,11 @@ def test_the_lock_of_another_host_expires_or_belongs_to_the_requeued_job(
 ) -> None:
     me = as_job({"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"})
     locked_by(tmp_path, replace(ELSEWHERE, job=job), age)
-    message = taken_over(tmp_path, me) if taken else refused(tmp_path, me)
+    message = taken_over(tmp_path, me) if taken else rejected(tmp_path, me)
     assert f"host elsewhere, pid 12, job {job}" in message
 
 
-# Who holds the lock and who asks for it, by what Slurm and torchrun call them.
+# The holder of the lock and the process that requests it, by their Slurm and torchrun variables.
 ASKED = {
     "two steps of a batch job, on two nodes": ({"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "8"}, False),
     "two steps of a requeued job": (
@@ -141,10 +141,10 @@ ASKED = {
 def test_a_requeued_job_is_distinguished_from_another_step_of_it(
     tmp_path: Path, as_job: Callable[[dict[str, str]], Owner], case: str
 ) -> None:
-    """Steps of one batch job share its number: on two nodes, each took the run from the other, for ever."""
+    """Steps of one batch job share its number: two nodes would take the run from each other forever."""
     holds, asks, taken = ASKED[case]
     locked_by(tmp_path, replace(as_job(holds), host="elsewhere"))
-    message = taken_over(tmp_path, as_job(asks)) if taken else refused(tmp_path, as_job(asks))
+    message = taken_over(tmp_path, as_job(asks)) if taken else rejected(tmp_path, as_job(asks))
     assert "host elsewhere" in message
 
 
@@ -154,7 +154,7 @@ def test_a_requeued_job_is_distinguished_from_another_step_of_it(
 def test_a_lock_of_an_earlier_version_is_read(
     tmp_path: Path, as_job: Callable[[dict[str, str]], Owner], job: str, asks: dict[str, str]
 ) -> None:
-    """It knows a job, and neither how often that was requeued nor whose name for it this is."""
+    """It holds the number of a job without its restart count and without its launcher."""
     earlier = {"host": "elsewhere", "pid": 12, "started": "1", "job": job, "token": "t"}
     (tmp_path / FILE).write_text(json.dumps(earlier))
     assert f"taking over the lock of host elsewhere, pid 12, job {job}" in taken_over(tmp_path, as_job(asks))
@@ -199,18 +199,18 @@ def test_a_race_for_a_dead_lock_has_one_winner(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pid", [1, 2**22 + 1, 2**40, -1])
 def test_a_fresh_heartbeat_from_another_container_of_this_host_is_respected(tmp_path: Path, pid: int) -> None:
-    """Row 52: the same host name, another PID namespace, in which our numbers mean nothing."""
+    """Row 52: the same host name, another PID namespace, in which process numbers have another meaning."""
     other = replace(Owner.me(), pid=pid, system="another boot, another namespace", token="theirs")
     locked_by(tmp_path, other)
-    refused(tmp_path)
+    rejected(tmp_path)
     locked_by(tmp_path, other, 2 * EXPIRES_S)
     taken_over(tmp_path)
 
 
 def test_a_time_stamp_in_the_future_expires_too(tmp_path: Path) -> None:
-    """Row 52: it is no heartbeat; without one the lock is free after the usual time."""
+    """Row 52: it is not a valid heartbeat; the lock expires after the usual time."""
     locked_by(tmp_path, ELSEWHERE, -1e6)
-    assert "last heartbeat 0 s ago" in refused(tmp_path)
+    assert "last heartbeat 0 s ago" in rejected(tmp_path)
     assert abs((tmp_path / FILE).stat().st_mtime - time.time()) < 60
 
 

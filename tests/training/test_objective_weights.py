@@ -26,7 +26,7 @@ def log_snr(method, level):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_sigmoid_weight_is_one_half_where_ln_snr_is_the_bias(method):
-    t = torch.linspace(1e-3, 1, 96, dtype=torch.float64)  # from where next to nothing is gained
+    t = torch.linspace(1e-3, 1, 96, dtype=torch.float64)  # from where almost no information is gained
     level = method.levels.icdf(t)
     assert torch.allclose(sigmoid_weight(method, 3.0)(level), torch.sigmoid(3.0 - log_snr(method, level)), rtol=1e-9)
 
@@ -87,8 +87,8 @@ def test_the_trainer_can_weight_levels():
         expected = training_loss(method, plain.model.denoiser, x, given.t, given.eps, weight, drawn)
         trainer = engine(objective)
         assert torch.equal(trainer._losses(given), expected)
-        told = trainer.loss.sums(torch.ones(32, requires_grad=True), given.t)
-        assert not told.requires_grad, "what is told holds no graph"
+        sums = trainer.loss.sums(torch.ones(32, requires_grad=True), given.t)
+        assert not sums.requires_grad, "the reported losses hold no graph"
 
 
 @pytest.mark.parametrize("name", ["elbo", "sigmoid", "edm"])
@@ -132,15 +132,15 @@ def test_the_journal_has_the_unweighted_loss_in_bits(weight):
     x, method = weighed.model.values(given.data), weighed.model.method
     plain = training_loss(method, weighed.model.denoiser, x, given.t, given.eps, None, weighed.loss.levels)
     plain = plain.sum() / weighed.recipe.batch
-    told = weighed.loss.sums(weighed._losses(given), given.t) / weighed.recipe.batch
-    assert told[-1].item() == pytest.approx(plain.item(), rel=1e-5)
-    assert len(told) == (1 if weight == "elbo" else 2)
-    first = replace(given, t=torch.zeros_like(given.t))  # where nothing is measured yet, EDM's weight is 0
+    sums = weighed.loss.sums(weighed._losses(given), given.t) / weighed.recipe.batch
+    assert sums[-1].item() == pytest.approx(plain.item(), rel=1e-5)
+    assert len(sums) == (1 if weight == "elbo" else 2)
+    first = replace(given, t=torch.zeros_like(given.t))  # at zero information EDM's weight is 0
     assert bool(torch.isfinite(weighed.loss.sums(weighed._losses(first), first.t)).all())
 
 
 def test_weighted_and_finite_runs_name_their_losses(tmp_path):
-    """Trained not at all (rate 1e-12): the bits of the journal are those of the plain objective, of other levels."""
+    """Without training (rate 1e-12) the bits in the journal are those of the unweighted objective."""
     small = replace(
         bsi.recipes.digits(), backbone=MLPConfig(width=16, depth=1), steps=3, batch=512, every=Every(journal=3)
     )
@@ -165,15 +165,15 @@ def test_an_objective_is_part_of_the_recipe_and_of_its_record():
     recipe = replace(bsi.recipes.digits(), objective=Objective(finite_k=16))
     assert from_plain(Recipe, to_plain(recipe)) == recipe
     without = {name: value for name, value in to_plain(bsi.recipes.digits()).items() if name != "objective"}
-    assert from_plain(Recipe, without) == bsi.recipes.digits()  # what was written before there was a choice
+    assert from_plain(Recipe, without) == bsi.recipes.digits()  # records written before the option existed
 
 
 def test_the_default_levels_depend_on_the_weight():
     assert not Objective().expected_levels
     assert Objective(weight="edm").expected_levels
-    asked = engine(Objective(weight="edm", levels="paper"))
-    assert asked.loss.levels == asked.model.method.levels
-    assert engine(Objective(levels="expected")).loss.levels != asked.loss.levels
+    requested = engine(Objective(weight="edm", levels="paper"))
+    assert requested.loss.levels == requested.model.method.levels
+    assert engine(Objective(levels="expected")).loss.levels != requested.loss.levels
 
 
 def test_a_weighted_finite_bound_is_rejected():

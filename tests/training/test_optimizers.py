@@ -29,7 +29,7 @@ def test_polar_keeps_singular_vectors_with_singular_values_near_one(shape: tuple
     inner = u.mT @ found @ vt.mT
     values = inner.diagonal(dim1=1, dim2=2)
     assert float((inner - torch.diag_embed(values)).abs().max()) < 1e-4
-    # Only what is tiny beside the largest stays small: a square normal matrix has a value near 0.
+    # A square normal matrix has a singular value near 0, which stays small.
     assert float(values.max()) < 1.3
     assert float((values > 0.6).double().mean()) > 0.9
     assert torch.allclose(polar(x.mT), found.mT, atol=1e-5)
@@ -48,7 +48,7 @@ def test_a_muon_step_has_the_size_of_adamws_for_any_gradient() -> None:
 def test_a_muon_step_is_the_published_one_with_nesterov_momentum() -> None:
     matrix, beta, decay, lr = nn.Parameter(_normal(8, 6)), 0.8, 0.1, 0.05
     muon, weights, momentum = Muon([matrix], beta, decay), matrix.detach().clone(), torch.zeros(8, 6)
-    for seed, scale in ((1, 1.0), (2, 16.0), (3, 0.5)):  # clipped more and less
+    for seed, scale in ((1, 1.0), (2, 16.0), (3, 0.5)):  # with more and less clipping
         gradient = _normal(8, 6, seed=seed)
         matrix.grad = scale * gradient
         muon.step(torch.tensor(lr), torch.tensor(scale), YES)

@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that exist, one for every row; the Slurm script requeues what was preempted."""
+"""docs/reliability.md names an existing test in every row; the Slurm script requeues preempted jobs."""
 
 import re
 import shutil

@@ -1,6 +1,7 @@
-"""A step can be recorded: it asks nothing of the host, and all that differs between two steps lies in tensors.
+"""A step can be recorded: it does not synchronize with the host, and everything that changes between steps is in
+tensors.
 
-On a GPU (which the last test needs) the step is recorded and replayed; what that asks of a step is checked everywhere.
+The last test needs a GPU, where the step is recorded and replayed; the requirements are checked everywhere.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ VARIED = [
 ]
 NAMES = ["adamw", "muon", "weighted", "finite-k", "unet", "labels", "checkpointed", "checkpointed-unet", "mlp"]
 NAMES += ["float16", "weighted-muon", "expected-levels", "unet-coarser"]
-# What reads a value on the host, makes a shape of one, or brings one from there.
+# Operations that read a value on the host, use one as a shape, or copy one from the host.
 ASKS = ("_local_scalar_dense", "nonzero", "lift_fresh", "_unique", "masked_select", "repeat_interleave")
 ASKED = ("tolist", "numpy", "cpu", "item", "from_numpy", "tensor", "as_tensor", "pin_memory", "__bool__", "__float__")
 MADE = ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "linspace", "eye", "scalar_tensor")
@@ -96,7 +97,7 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 class Listening(TorchDispatchMode):
-    """Which operations would have the host wait or be asked."""
+    """Collects operations that synchronize with the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Listening(TorchDispatchMode):
 
 
 class Reading(TorchFunctionMode):
-    """What reaches the host without an operation, and tensors made there because nobody said where."""
+    """Fails on accesses to the host that are not operations, and on tensors created there by default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +129,8 @@ def test_a_step_does_not_synchronize_with_the_host(recipe: Recipe, monkeypatch: 
     monkeypatch.setattr("bsi.elbo.check_grid", lambda method, grid: [method.levels.high])  # not on a GPU
     engine, stream = parts(recipe, "cpu")
     (batch,) = stream.step(0)
-    for name in GENERATORS:  # which may not be read while a step is recorded
-        monkeypatch.setattr(torch, name, lambda *_, asked=name: pytest.fail(f"{asked} inside a step"))
+    for name in GENERATORS:  # which must not be read while a step is recorded
+        monkeypatch.setattr(torch, name, lambda *_, requested=name: pytest.fail(f"{requested} inside a step"))
     with Listening() as listening, Reading() as reading:
         engine._train([batch])
     assert listening.heard | reading.heard == set()
@@ -140,7 +141,7 @@ def test_a_step_does_not_synchronize_with_the_host(recipe: Recipe, monkeypatch: 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["unet", "unet-coarser", "checkpointed", "mlp"])
 def test_a_compiled_step_is_not_recompiled(name: str, watchdog: Watchdog) -> None:
-    """Not even after a look at the average, in batches of another size: a recording could not wait for a compiler."""
+    """Also after an evaluation of the average in batches of another size: a recording must not compile."""
     engine, stream = parts(VARIED[NAMES.index(name)], "cpu")
     network = engine.model.denoiser.backbone
     assert isinstance(network, Backbone)
@@ -156,7 +157,7 @@ def test_a_compiled_step_is_not_recompiled(name: str, watchdog: Watchdog) -> Non
 
 @pytest.mark.parametrize("recipe", VARIED, ids=NAMES)
 def test_steps_differ_only_in_the_batch_and_the_scalars(recipe: Recipe, watchdog: Watchdog) -> None:
-    """The same step function on the same memory gives the same as ordinary steps, and changes nothing but contents."""
+    """The same step function on the same memory equals ordinary steps, and changes only contents."""
     (plain, stream), (held, again) = parts(recipe, "cpu"), parts(recipe, "cpu")
     place: list[torch.Tensor] = []
 
@@ -197,7 +198,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="recording 
 
 
 def assert_near(a: Engine, b: Engine) -> None:
-    """Attention adds up in no fixed order, and an optimizer makes a whole step of a tiny gradient."""
+    """Attention sums in no fixed order, and an optimizer amplifies tiny gradients."""
     mine, theirs = state(a), state(b)
     for name in mine:
         distance = torch.linalg.vector_norm((theirs[name] - mine[name]).double())
@@ -260,7 +261,7 @@ def test_a_step_that_synchronizes_with_the_host_runs_unrecorded(
     assert not failed.recorded
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert_near(plain, failed)
-    (other, last), _ = parts(RECIPE, "cuda"), torch.cuda.empty_cache()  # and the next one is recorded
+    (other, last), _ = parts(RECIPE, "cuda"), torch.cuda.empty_cache()  # the next step is recorded
     for _ in range(PLAIN_STEPS + 1):
         other.step(last, watchdog)
     assert other.recorded

@@ -1,4 +1,4 @@
-"""`bsi.train` as a function: the run that it returns, its messages, and the trackers of its journal."""
+"""`bsi.train` as a function: the returned run, its messages, and the trackers of its journal."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A step: its batch is a function of the seed and the count, its update AdamW's; a bad one changes nothing."""
+"""A step: its batch is a function of seed and count, its update that of AdamW; a nonfinite step changes nothing."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_seeds_for_different_purposes_and_places_are_unrelated() -> None:
     seeds = {derive(seed, what, n) for seed in range(20) for what in ("noise", "levels", "init") for n in range(20)}
     assert len(seeds) == 1200
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert derive(0, "noise") == 7239039022946701527, "runs go on under any later version: fixed for good"
+    assert derive(0, "noise") == 7239039022946701527, "later versions must resume runs: this value must never change"
 
 
 def test_dropout_draws_from_another_seed_in_every_piece() -> None:
@@ -151,7 +151,7 @@ def test_flips_follow_the_position() -> None:
 
 @pytest.mark.parametrize("clip", [0.5, 1e3])
 def test_a_training_step_equals_a_plain_pytorch_step(watchdog: Watchdog, clip: float) -> None:
-    """Clipped gradient of the mean loss, AdamW, EMA: the same numbers as torch's own parts, one after the other."""
+    """Clipped gradient of the mean loss, AdamW, EMA: the same numbers as torch's own functions in sequence."""
     recipe = tiny_recipe(optimizer=Optimizer(1e-2, clip=clip, warmup=2, schedule="cosine"))
     engine, stream = engine_of(recipe), stream_of(recipe)
     model = copy.deepcopy(engine.model)
@@ -187,7 +187,7 @@ def test_power_averages_weight_each_step_by_their_profile(watchdog: Watchdog) ->
 
 @pytest.mark.parametrize("audit", [False, True])
 def test_accumulation_changes_only_rounding(watchdog: Watchdog, audit: bool) -> None:
-    """Without dropout, whose masks follow the pieces."""
+    """Without dropout, whose masks depend on the pieces."""
 
     def without_dropout(recipe: Recipe) -> Engine:
         engine = engine_of(recipe)
@@ -197,12 +197,12 @@ def test_accumulation_changes_only_rounding(watchdog: Watchdog, audit: bool) -> 
     whole, cut = without_dropout(tiny_recipe()), without_dropout(tiny_recipe(accumulation=4, audit=audit))
     for a, b in zip(whole.parameters, cut.parameters, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-    # AdamW moves the weights alike for a multiple of the gradient; its norm tells
+    # AdamW makes the same update for a multiple of the gradient, so its norm is compared
     assert astuple(cut.means()) == pytest.approx(astuple(whole.means()), rel=1e-5)
 
 
 def test_the_saved_state_is_complete(watchdog: Watchdog) -> None:
-    """A new engine that is given the tensors goes on, bit for bit."""
+    """A new engine with these tensors continues, bit for bit."""
     recipe = tiny_recipe()
     engine, stream = trained(recipe, 7, watchdog)
     saved = copy.deepcopy(engine.tensors())
@@ -221,12 +221,12 @@ def test_the_state_of_a_checkpoint_is_a_copy(watchdog: Watchdog) -> None:
     saved = state(engine)
     then = copy.deepcopy(saved)
     engine.step(stream, watchdog)
-    assert same(saved, then), "it is written while steps go on"
+    assert same(saved, then), "it is written while training continues"
     assert not same(saved, state(engine))
 
 
 class Counting(Tiny):
-    """A network with running statistics: they count every pass."""
+    """A network with running statistics, which change in every pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,14 +238,14 @@ class Counting(Tiny):
 
 @pytest.fixture
 def two() -> Iterator[World]:
-    """A world in which DDP believes that there are two ranks, and sums over one."""
+    """A world in which DDP assumes two ranks and sums over one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(Place(0, 2), torch.device("cpu"))
     dist.destroy_process_group()
 
 
 def test_the_warm_up_of_ddp_changes_no_state(two: World) -> None:
-    """Every start of a run makes it: one that was interrupted has made one more."""
+    """Every start of a run makes it, so a resumed run has made one more."""
     model = bsi.Model(Counting(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
     engine = Engine(tiny_recipe(), model.train(), two, None)
     before = state(engine)
@@ -258,7 +258,7 @@ def test_the_warm_up_of_ddp_changes_no_state(two: World) -> None:
 def test_ranks_exchange_gradients_once_per_step(
     watchdog: Watchdog, two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier, what the pieces after it add would be one rank's own, and the weights would drift apart."""
+    """Otherwise the gradients of later pieces would stay on one rank, and the weights would diverge."""
     recipe = tiny_recipe(accumulation=4)
     model = bsi.Model(Tiny(), bsi.BSI(), (1, 4, 4), bsi.Bins(-1.0, 1.0, 17))
     engine, stream = Engine(recipe, model.train(), two, None), Stream(recipe, as_source(DATA), (1, 4, 4), two, 0)
@@ -287,15 +287,16 @@ def test_a_nonfinite_step_changes_no_state(watchdog: Watchdog, poison: float, wh
     elif where == "gradient":
         handle = engine.parameters[1].register_hook(lambda grad: grad * poison)
     else:
-        engine._losses = lambda batch: losses(batch) * torch.where(batch.t < 0.1, poison, 1.0)  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        engine._losses = lambda batch: losses(batch) * torch.where(batch.t < 0.1, poison, 1.0)
     engine.step(stream, watchdog)
-    engine.step(stream, watchdog)  # as bad: it is the first that is told
+    engine.step(stream, watchdog)  # also nonfinite: the first one is reported
     engine._losses = losses  # type: ignore[method-assign]
     if handle is not None:
         handle.remove()
     assert same(state(engine), before)
     engine.step(stream, watchdog)
-    assert same(state(engine), before), "nor does it move afterwards: the host may look late"
+    assert same(state(engine), before), "nor later: the host may read the flag late"
     assert engine.first_fault() == 4
     means = engine.means()
     assert math.isfinite(means.loss)
@@ -303,7 +304,7 @@ def test_a_nonfinite_step_changes_no_state(watchdog: Watchdog, poison: float, wh
 
 
 def test_float16_skips_overflows_and_halves_its_scale(watchdog: Watchdog) -> None:
-    """The rule alone, on a CPU: the network computes in float32, and an overflow is put in by hand."""
+    """Only the rule, on a CPU: the network computes in float32, and the overflow is simulated."""
     recipe = tiny_recipe()
 
     def of_ours(half: torch.dtype | None) -> Engine:
@@ -325,13 +326,13 @@ def test_float16_skips_overflows_and_halves_its_scale(watchdog: Watchdog) -> Non
     engine.scale = torch.tensor(1.0)
     engine.step(stream, watchdog)
     handle.remove()
-    assert engine.first_fault() == 4, "with nothing left to halve, it is a fault"
+    assert engine.first_fault() == 4, "at the smallest scale it is an error"
 
     engine, stream = of_ours(torch.float16), stream_of(recipe)
     losses = engine._losses
     engine._losses = lambda batch: losses(batch) + math.nan  # type: ignore[method-assign]
     engine.step(stream, watchdog)
-    assert engine.first_fault() == 0, "and a loss that is not finite is one at any scale"
+    assert engine.first_fault() == 0, "a nonfinite loss is an error at any scale"
 
 
 def test_float16_doubles_its_scale_after_a_number_of_finite_steps(
@@ -351,7 +352,7 @@ def test_float16_doubles_its_scale_after_a_number_of_finite_steps(
     resumed.step(stream_of(recipe, 5), watchdog)
     engine.step(stream, watchdog)
     assert same(state(engine), state(resumed))
-    assert float(resumed.scale) == float(engine.scale) == 2.0**19, "a run that goes on has its scale"
+    assert float(resumed.scale) == float(engine.scale) == 2.0**19, "a resumed run has its scale"
 
 
 def test_logged_means_are_over_the_steps_since_the_last_record(watchdog: Watchdog) -> None:

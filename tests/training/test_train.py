@@ -1,4 +1,4 @@
-"""`bsi.train` and `bsi.load` from a script: tensors, Datasets, networks of one's own, and the same rules to resume."""
+"""`bsi.train` and `bsi.load` from a script: tensors, Datasets, custom networks, and the same rules to resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MyNet(nn.Module):
 
 
 class MyData(torch.utils.data.Dataset):
-    """Any map-style Dataset: here with labels, which are left aside."""
+    """Any map-style Dataset: here with labels, which are ignored."""
 
     def __len__(self) -> int:
         return len(IMAGES)
@@ -96,7 +96,7 @@ def train(out: Path, settings: Recipe | None = None, **given) -> Path:
 
 
 def stopped(out: Path, step: int, settings: Recipe | None = None, **given) -> None:
-    """The same, asked to stop after a step."""
+    """The same, stopped by a signal after a step."""
     with pytest.raises(Preempted, match=f"SIGTERM: saved step {step} of"):
         train(out, settings, sinks=[stop_at(step)], **given)
 
@@ -129,14 +129,14 @@ def test_a_dataset_and_a_tensor_give_the_same_run_for_any_number_of_workers(whol
     assert events(out)[-1][0] == "train", "the save came before the evaluation"
     train(out, recipe(data=replace(recipe().data, workers=3)), data=MyData(), test=TEST)
     assert same(out, whole)
-    assert events(out) == events(whole), "the evaluation that was due is made up for"
+    assert events(out) == events(whole), "the pending evaluation is made"
 
 
 @pytest.mark.parametrize(("event", "step"), [("train", 3), ("train", 6), ("evaluate", 6)])
 def test_a_sink_that_raises_loses_no_step(
     whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], event: str, step: int
 ) -> None:
-    """Row 39: its error is the caller's, who may want just this; the same call goes on, with what was due."""
+    """Row 39: its exception reaches the caller; the same call resumes and makes pending evaluations."""
 
     def sink(record: Mapping[str, Value]) -> None:
         if (record["event"], record["step"]) == (event, step):
@@ -168,7 +168,7 @@ def test_a_network_not_in_float32_is_rejected_before_files_are_created(kind: tor
     for out in (tmp_path / "runs" / "run", existing):
         with pytest.raises(UsageError, match=rf"float32, got {kind} .*backbone.float"):
             train(out, recipe(steps=1), backbone=MyNet().to(kind))
-    assert list(tmp_path.rglob("*")) == [existing], "a folder that was there stays, as it was"
+    assert list(tmp_path.rglob("*")) == [existing], "an existing folder is unchanged"
     train(existing, recipe(steps=1), backbone=MyNet().to(kind).float())
 
 
@@ -228,7 +228,7 @@ def test_a_run_without_a_network_description_resumes(tmp_path: Path) -> None:
 
 
 def test_bounds_during_training_have_a_standard_error() -> None:
-    """Of one degree of freedom, 6 of 40 values would be off by more than four errors; of eight, one in 250."""
+    """With one degree of freedom 6 of 40 values would be off by more than four errors; with eight, one in 250."""
     world, data = World(Place(), torch.device("cpu")), torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = bsi.Model(build(MLPConfig(width=8, depth=1), (3,)), bsi.BSI(), shape=(3,))
@@ -253,7 +253,7 @@ def test_a_small_test_set_is_evaluated_at_more_levels() -> None:
 
 
 def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Path, capsys) -> None:
-    """It is not to be compared with the bound beside it; and vectors are no images."""
+    """The loss cannot be compared with the bound next to it; and vectors are not called images."""
     vectors = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     small = recipe(steps=1, backbone=MLPConfig(width=16, depth=1))
     bsi.train(small, data=vectors, out=tmp_path / "vectors")
@@ -261,7 +261,7 @@ def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Pa
     assert re.search(r"measurement term [\d.]+ nats/dim · [\d.e+]+ samples/s", said)
     assert "loss" not in said
     assert "images" not in said
-    assert "saved" not in said, "at the only step nothing was, yet"
+    assert "saved" not in said, "the only record has no value yet"
     bsi.train(small, data=IMAGES, out=tmp_path / "images")
     assert re.search(r"loss [\d.]+ bits/dim · [\d.e+]+ images/s", capsys.readouterr().err)
 
@@ -272,7 +272,7 @@ def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Pa
     ids=["tensor", "array", "Dataset"],
 )
 def test_uint8_data_of_few_levels_gives_a_warning(kind, tmp_path: Path, capsys) -> None:
-    """Refused where it is hardly 8-bit images, told where it may not be, taken where it has all their values."""
+    """Rejected for few levels, accepted with a warning for more, and without one if all levels occur."""
     few, most, all_levels = IMAGES % 17, IMAGES.clamp(max=200), IMAGES
     one = recipe(steps=1)
     with pytest.raises(UsageError, match=r"maximum of 16\. Pass kind=bsi.Bins\(-1.0, 1.0, 17\)"):
@@ -305,7 +305,7 @@ def test_another_network_cannot_resume_a_run(tmp_path: Path) -> None:
         train(out, backbone=Other())
     with pytest.raises(UsageError, match=r"data.version"):
         train(out, backbone=Scaled(1), data=IMAGES[:-1])
-    for scales, here in ((4, r"\(4,\)"), (0, "missing")):  # the first would be broadcast, the other left out
+    for scales, here in ((4, r"\(4,\)"), (0, "missing")):  # the first would be broadcast, the other ignored
         with pytest.raises(
             UsageError, match=rf"another network\. Pass the same(.|\n)* scale: \(1,\) there, {here} here"
         ):
@@ -330,7 +330,7 @@ def test_an_allowed_change_is_kept_before_the_next_checkpoint(tmp_path: Path) ->
 
 
 def test_stop_signals_work_when_stderr_is_closed(tmp_path: Path, capsys) -> None:
-    """Ctrl-C ends the `tee` of a pipe too; and a stderr of Python alone, as here or in a notebook, is no file."""
+    """Ctrl-C also ends the `tee` of a pipe; and a stderr in Python only, as in a notebook, has no file descriptor."""
     reader, writer = os.pipe()
     os.close(reader)
     before = os.dup(2)
@@ -366,9 +366,9 @@ def test_a_pending_evaluation_at_the_last_step_is_made_once(tmp_path: Path, capf
 def test_a_folder_moved_during_training_is_not_created_again(every: Every, whole: Path, tmp_path: Path) -> None:
     out, moved, one = tmp_path / "run", tmp_path / "moved", recipe(every=every)
     with pytest.raises(BsiError, match="the run folder was moved"):
-        train(out, one, sinks=[lambda told: told["step"] == 3 and out.rename(moved)])
+        train(out, one, sinks=[lambda record: record["step"] == 3 and out.rename(moved)])
     assert not out.exists()
-    (moved / "lock.json").unlink()  # it names this process, which has not ended
+    (moved / "lock.json").unlink()  # it names this process, which is still running
     train(moved, one)
     assert same(moved, whole)
 
@@ -397,11 +397,11 @@ def test_the_suggested_allow_option_names_all_changes() -> None:
     before, rates = recipe(), replace(recipe().optimizer, lr=0.1, clip=2.0, beta_1=0.8, beta_2=0.9, momentum=0.9)
     now = replace(before, optimizer=rates, seed=1, batch=32, sigma_data=0.5, ema=Ema(0.8, 5))
     then, now = RunRecord(before, ""), RunRecord(now, "")
-    with pytest.raises(UsageError, match="and 3 more") as refused:
+    with pytest.raises(UsageError, match="and 3 more") as rejected:
         check_changes(then, now, ("a", "a"), 5, ())
-    assert len(str(refused.value).splitlines()) <= 10
-    check_changes(then, now, ("a", "a"), 5, str(refused.value).rpartition("--allow ")[2].rstrip(".").split())
-    for safe in (replace(before, lean=True), replace(before, accumulation=2)):  # changes of rounding alone
+    assert len(str(rejected.value).splitlines()) <= 10
+    check_changes(then, now, ("a", "a"), 5, str(rejected.value).rpartition("--allow ")[2].rstrip(".").split())
+    for safe in (replace(before, lean=True), replace(before, accumulation=2)):  # changes that affect only rounding
         assert check_changes(then, RunRecord(safe, ""), ("a", "a"), 5, ())
 
 
@@ -464,13 +464,13 @@ def test_a_finished_run_is_returned_unchanged(whole: Path, capfd: pytest.Capture
     before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
     assert train(whole, test=TEST) == whole
     assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
-    told = capfd.readouterr().err
-    assert "is finished: 12 steps" in told
-    assert "more steps" not in told, "a cosine cannot be extended"
+    reported = capfd.readouterr().err
+    assert "is finished: 12 steps" in reported
+    assert "more steps" not in reported, "a cosine cannot be extended"
 
 
 def test_floats_of_any_precision_train_as_float32(tmp_path: Path) -> None:
-    exact = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)).bfloat16()  # so that all sizes hold it
+    exact = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)).bfloat16()  # exact in all types
     flat = recipe(steps=3, backbone=recipes.arrays().backbone, every=Every(journal=1, evaluate=3))
     wanted, found = (
         bsi.load(bsi.train(flat, data=data, test=data[:20], out=tmp_path / str(data.dtype)))
@@ -524,7 +524,7 @@ def test_unsupported_training_data_is_rejected(data, test, error, message: str, 
     "objective", [Objective(), Objective(levels="expected"), Objective(weight="edm"), Objective(finite_k=5)], ids=str
 )
 def test_a_nan_in_the_data_stores_the_step_for_replay(objective: Objective, tmp_path: Path) -> None:
-    """A Dataset is too large to be looked through beforehand: here one sample is bad, and step 3 sees it."""
+    """A Dataset is not scanned in advance: here one sample is NaN, and step 3 reads it."""
     n, whole = 100_000, recipe(every=Every(journal=50, checkpoint=500), objective=objective)
     bad = int(piece_ids(whole, n, Piece(3, 0, 0, whole.batch))[5])
 
@@ -575,7 +575,7 @@ def test_the_journal_and_sinks_get_the_same_records(tmp_path: Path) -> None:
     assert heard[2]["data_error"] > 0
 
 
-# ---- Nothing that only reports ends a run, and every exit saves first ------------------------------------------------
+# ---- Logging errors do not end a run, and every exit saves first -----------------------------------------------------
 
 
 def test_a_journal_that_cannot_be_written_is_reported_once(
@@ -594,7 +594,7 @@ def test_a_journal_that_cannot_be_written_is_reported_once(
 
 @pytest.mark.parametrize("where", ["data", "network"])
 def test_any_error_saves_the_last_complete_step_first(where: str, whole: Path, tmp_path: Path) -> None:
-    """Row 51: between the checkpoints of steps 5 and 10. The data of the next step is read ahead."""
+    """Row 51: between the checkpoints of steps 5 and 10. The data of the next step is prefetched."""
     seen: list[Mapping[str, Value]] = []
 
     class Broken(MyData):
@@ -643,7 +643,7 @@ bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
 )
 @pytest.mark.slow
 def test_a_script_with_a_full_log_stops_without_a_traceback(name: str, code: int, tmp_path: Path) -> None:
-    """Row 51: with stderr on a full disk, and with one that can be read."""
+    """Row 51: with stderr on a full disk, and with a readable one."""
     for log in ("/dev/full", str(tmp_path / "log")):
         out = tmp_path / f"run-{Path(log).name}"
         with open(log, "w") as stderr:

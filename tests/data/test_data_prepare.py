@@ -1,4 +1,4 @@
-"""A dataset is complete or rejected; an interrupted preparation resumes to the same result. Real processes are killed."""
+"""A dataset is complete or rejected; an interrupted preparation resumes to the same result. Processes are killed."""
 
 import json
 import os

@@ -30,7 +30,7 @@ from bsi.sampler import Sampler
 # For symbols, the first level should carry little information: BSI's random first belief makes its bound larger by half
 # of c for each unit of variance, about 0.003 bits for a symbol with lambda_0 = 1e-3 and 0.03 with 1e-2. The last one
 # need not be beyond the level at which symbols are certain: at 20 the reconstruction term of 256 equally frequent
-# symbols is below 1e-10.
+# symbols is 1e-7 nats.
 SYMBOLS: dict[str, Method] = {
     "bsi": BSI(lambda_0=1e-3, alpha_M=20.0),
     "bfn": BFN(sigma_1=21**-0.5),

@@ -84,6 +84,18 @@ def shades(probabilities: Probabilities) -> Float[Tensor, "batch channels *space
     return (probabilities * scale.view(-1, *[1] * (probabilities.ndim - 3))).sum(2)
 
 
+def most_probable(probabilities: Float[Tensor, "batch 1 symbols length"]) -> Float[Tensor, "batch 2 length"]:
+    """The most probable symbol of each position of a text, and its probability."""
+    best = probabilities[:, 0].max(1)
+    return torch.stack([best.indices.to(best.values), best.values], 1)
+
+
+def alphabet(symbols: Symbols) -> tuple[str, ...]:
+    """One visible character, or a space, for each symbol."""
+    names = symbols.names or tuple(chr(i) if symbols.count == 256 else str(i) for i in range(symbols.count))
+    return tuple("↵" if name == "\n" else name if name.isprintable() else "·" for name in names)
+
+
 def log_prob(symbols: Symbols, index: Integer[Tensor, "batch *data"], logits: Data) -> PerSample:
     """ln p(x) of each sample under a categorical distribution for each element, in float64."""
     log_p = torch.log_softmax(grouped(symbols, logits.double()), 2)

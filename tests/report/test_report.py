@@ -1,6 +1,7 @@
 """`bsi report`: one file with the contents of the run folder, which opens offline and runs no code."""
 
 import base64
+import html
 import io
 import json
 import math
@@ -18,8 +19,10 @@ from PIL import Image
 import bsi
 from bsi.backbones.config import DiTConfig, MLPConfig
 from bsi.cli import main
+from bsi.data.arrays import Text
+from bsi.data.prepare import prepare
 from bsi.errors import BsiError, UsageError
-from bsi.recipe import Evaluation, Every, Samples
+from bsi.recipe import Data, Evaluation, Every, Samples
 from bsi.report import write_report
 from bsi.report.charts import Axis, Point, Series, chart, label, log_ticks, nice_ticks
 from bsi.report.contents import bits_by_level
@@ -412,3 +415,26 @@ def test_a_chart_omits_nonfinite_values():
     for value in (5.0, 1e20, -1e20):  # a range of no width
         point = [Point(value, value)]
         assert "<circle" in chart("c", Axis("x", low=0.0), Axis("y"), [Series("s", point, dots=True)])
+
+
+def test_report_shows_text_and_the_most_probable_symbols_as_they_sharpen(tmp_path, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
+    (tmp_path / "story.txt").write_text("<b>to be, or not to be.\n" * 200)
+    prepare(Text(tmp_path / "story.txt", length=24).plan(), tmp_path / "data" / "story")
+    recipe = replace(
+        bsi.recipes.text_mini(), backbone=DiTConfig(width=8, depth=1, heads=2, patch=1), data=Data("story"), steps=2,
+        every=Every(journal=1, evaluate=2, sample=2, checkpoint=2), samples=Samples(2, Sampler(steps=2)),
+    )  # fmt: skip
+    run = train(recipe, out=tmp_path / "run", device="cpu")
+    text = write_report(run.path, device="cpu").read_text("utf-8")
+    assert Reader(text).runs_nothing()
+    steps = re.findall(r'<code class="letters">(.*?)</code>', text)
+    assert len(steps) == 7
+    assert all(len(html.unescape(re.sub("<[^>]*>", "", step))) == 24 for step in steps)
+    drawn = (run.path / "samples" / "step-00000002.txt").read_text("utf-8")
+    assert f"<pre>{html.escape(drawn)}</pre>" in text
+    area = (
+        sum(point.y for point in bits_by_level(run.model(), torch.tensor(bsi.data.open_dataset("story").test[:]))) / 21
+    )
+    levels = recipe.method.levels
+    assert area * math.log10(levels.high / levels.low) == pytest.approx(run.evaluations()[-1]["measurement"], rel=0.1)

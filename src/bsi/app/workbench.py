@@ -35,8 +35,7 @@ from bsi.runtime.export import model_of, read_trained
 from bsi.sampler import CONSISTENCY, NOISY_SOLVER, Sampler
 from bsi.sampling import Step, belief, drawing, evaluations, measurement
 from bsi.solvers import SOLVERS
-from bsi.symbols import beliefs, shades
-from bsi.values import Symbols
+from bsi.symbols import alphabet, beliefs, most_probable, shades
 
 Values = Float32[np.ndarray, "num *shape"]
 
@@ -162,7 +161,7 @@ def _frames(
     for i, step in enumerate(steps):
         if model.symbols is not None:
             pair = beliefs(model.symbols, model.method.encoder(step.level[None]), step.latent, step.x_hat)
-            mean, x_hat = (shades(p) if is_image(model.shape) else _most_probable(p) for p in pair)
+            mean, x_hat = (shades(p) if is_image(model.shape) else most_probable(p) for p in pair)
             precision = step.level
         else:
             y = y if before is None else measurement(model.method, before, step)
@@ -173,11 +172,6 @@ def _frames(
             raise NonFinite(f"step {i} holds NaN or infinity: the predictions of the network are not finite.")
         yield Frame(i, last, float(precision), arrays[0], arrays[1], arrays[2] if y is not None else None)
         before = step
-
-
-def _most_probable(probabilities: Float[Tensor, "num 1 symbols length"]) -> Float[Tensor, "num 2 length"]:
-    best = probabilities[:, 0].max(1)
-    return torch.stack([best.indices.to(best.values), best.values], 1)
 
 
 def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
@@ -227,12 +221,6 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         level = torch.full((1,), levels.high, dtype=torch.float64, device=device)
         model.denoiser(torch.zeros(1, *model.latent_shape, device=device), level)
     return Workbench(model, about, images, limits)
-
-
-def alphabet(symbols: Symbols) -> tuple[str, ...]:
-    """One visible character, or a space, for each symbol."""
-    names = symbols.names or tuple(chr(i) if symbols.count == 256 else str(i) for i in range(symbols.count))
-    return tuple("↵" if name == "\n" else name if name.isprintable() else "·" for name in names)
 
 
 def encode(array: Float32[np.ndarray, "..."]) -> str:

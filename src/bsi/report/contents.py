@@ -34,8 +34,10 @@ from bsi.runtime.export import load
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.sampler import Sampler
 from bsi.sampling import evaluations
+from bsi.symbols import alphabet, beliefs, most_probable
 
 MAX_PICTURES, PICTURE_BYTES = 6, 32 << 20
+TEXT_BYTES, TEXT_STEPS, LONGEST = 1200, 7, 256  # of samples; steps and symbols of a text that is shown
 PNG = b"\x89PNG\r\n\x1a\n"
 
 OPERATIONS = {"cpu": 3e11, "cuda": 5e15}  # a few seconds each
@@ -50,7 +52,7 @@ class RunContents:
     """The files of a run.
 
     Attributes:
-        pictures: Grids of samples drawn during training (PNG), by step.
+        pictures: Samples drawn during training by step, as a grid (PNG) or as text.
         evaluations: Results of `bsi eval`, oldest first.
         hashes: Name, size and SHA-256 of files of the run and of its latest checkpoint.
     """
@@ -102,9 +104,9 @@ class RunContents:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def _pictures(self) -> dict[int, bytes]:
-        """The last of the grids that the journal names, and a few before it at equal distances."""
-        named, found = {}, {}
+    def _pictures(self) -> dict[int, bytes | str]:
+        """The last of the files that the journal names, and a few before it at equal distances."""
+        named, found = {}, dict[int, bytes | str]()
         for record in self.events("sample"):
             step, path = number(record["step"]), self._file(f"samples/{Path(str(record.get('file', ''))).name}")
             if step is not None and path is not None:
@@ -112,12 +114,15 @@ class RunContents:
         steps = sorted(named)
         places = np.linspace(0, len(steps) - 1, min(MAX_PICTURES, len(steps))).round().astype(int)
         for step in (steps[place] for place in places):
+            is_text = named[step].suffix == ".txt"
             try:
                 with open_untrusted(named[step], PICTURE_BYTES) as file:
-                    data = file.read()
+                    data = file.read(TEXT_BYTES if is_text else -1)
             except DataError:
                 continue
-            if data.startswith(PNG):
+            if is_text:
+                found[step] = data.decode("utf-8", "replace")
+            elif data.startswith(PNG):
                 found[step] = data
         return found
 
@@ -146,12 +151,22 @@ def number(value: object) -> float | None:
     return None
 
 
+@dataclass(frozen=True)
+class TextStep:
+    """The prediction of a text at one step of drawing it: the most probable symbols, and their probabilities."""
+
+    level: float
+    letters: Sequence[str]
+    probabilities: Sequence[float]
+
+
 @dataclass
 class Measurements:
     """Measurements of the model; `missing` gives the reason for each that is None or empty."""
 
     parameters: int | None = None
     animation: bytes | None = None
+    texts: Sequence[TextStep] = ()
     bound: Mapping[str, Any] | None = None  # as `bsi eval` stores it
     by_level: Sequence[Point] = ()
     missing: list[str] = field(default_factory=list)
@@ -168,7 +183,9 @@ def measure(
         return Measurements(missing=[f"the model was not loaded: {error}"])
     measured = Measurements(sum(p.numel() for p in model.parameters()))
     budget = _affordable_evaluations(run.recipe, model)
-    if not is_image(model.shape):
+    if model.symbols is not None and len(model.shape) == 1:
+        measured.texts = draw_text(model)
+    elif not is_image(model.shape):
         measured.missing.append(f"no animation: data of shape {model.shape} is not an image")
     elif budget < ANIMATED * evaluations(model.method, STEPS):
         measured.missing.append(f"no animation: {TOO_SLOW}")
@@ -197,6 +214,19 @@ def measure(
     return measured
 
 
+def draw_text(model: Model) -> list[TextStep]:
+    """One sample at a few steps of drawing it, at equal distances."""
+    assert model.symbols is not None
+    letters, found = alphabet(model.symbols), []
+    for i, step in enumerate(model.trajectory(1, steps=STEPS)):
+        if i * (TEXT_STEPS - 1) % STEPS < TEXT_STEPS - 1:
+            encoder = model.method.encoder(step.level[None])
+            _, predicted = beliefs(model.symbols, encoder, step.latent, step.x_hat)
+            index, p = most_probable(predicted)[0, :, :LONGEST].tolist()
+            found.append(TextStep(float(step.level), [letters[int(k)] for k in index], p))
+    return found
+
+
 def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
     """The number of evaluations of one sample that take a few seconds."""
     operations = OPERATIONS[model.device.type]
@@ -216,7 +246,7 @@ def bits_by_level(model: Model, data: Tensor) -> list[Point]:
         t = torch.full((len(x),), (i + 0.5) / LEVELS, dtype=torch.float64, device=x.device)
         eps = standard_normal(0, torch.arange(len(x), device=x.device), i, model.latent_shape)
         nats = measurement_loss(model.method, model.denoiser, x, t, eps).double()
-        bits = nats / (x[0].numel() * math.log(2) * decades)
+        bits = nats / (math.prod(model.shape) * math.log(2) * decades)
         error = float(bits.std()) / math.sqrt(len(bits)) if len(bits) > 1 else 0.0
         points.append(Point(float(model.method.levels.icdf(t[:1])), float(bits.mean()), error))
     return points

@@ -7,6 +7,7 @@ is left out.
 from __future__ import annotations
 
 import base64
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -23,7 +24,7 @@ from bsi.io import atomic, check_writable
 from bsi.progress import readable_seconds
 from bsi.recipe import flat, to_plain
 from bsi.report.charts import Axis, Point, Role, Series, chart
-from bsi.report.contents import Measurements, RunContents, measure, number
+from bsi.report.contents import Measurements, RunContents, TextStep, measure, number
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.run_folder import check_inside
 
@@ -140,12 +141,28 @@ def _header(run: RunContents, measured: Measurements, best: Mapping[str, Any] | 
 
 
 def _animation(measured: Measurements) -> str:
+    if measured.texts:
+        return _text(measured.texts)
     if measured.animation is None:
         return ""
     picture = _image(measured.animation, "webp", "Belief mean, prediction and measurement, step by step", "animation")
     return picture + _note(
         'The belief about a sample is a Gaussian with mean <i class="belief">μ</i>. The network predicts the sample, '
         '<i class="predict">x̂</i>; a noisy measurement <i class="measure">y</i> of the prediction sharpens the belief.'
+    )
+
+
+def _text(steps: Sequence[TextStep]) -> str:
+    rows = []
+    for step in steps:
+        parts = []  # of equal color
+        pairs = zip(step.probabilities, step.letters, strict=True)
+        for p, found in itertools.groupby(pairs, lambda pair: round(pair[0], 1)):
+            letters = escape("".join(letter for _, letter in found))
+            parts.append(f'<span style="background: rgb(37 102 173 / {0.6 * p:.2f})">{letters}</span>')
+        rows.append((f"{step.level:.3g}", f'<code class="letters">{"".join(parts)}</code>'))
+    return _table(rows, ("precision", "most probable symbols")) + _note(
+        "One sample as it is drawn: the symbols that the network predicts, on a color for their probabilities."
     )
 
 
@@ -180,10 +197,14 @@ def _pictures(run: RunContents) -> str:
     if not run.pictures:
         return ""
     figures = [
-        f"<figure>{_image(png, 'png', f'Samples at step {step}')}<figcaption>step {step:,}</figcaption></figure>"
-        for step, png in run.pictures.items()
+        f"<figure>{_samples(step, found)}<figcaption>step {step:,}</figcaption></figure>"
+        for step, found in run.pictures.items()
     ]
     return f'<div class="grids">{"".join(figures)}</div>' + _note("Sample <i>i</i> has the same seed in every grid.")
+
+
+def _samples(step: int, found: bytes | str) -> str:
+    return f"<pre>{escape(found)}</pre>" if isinstance(found, str) else _image(found, "png", f"Samples at step {step}")
 
 
 def _curves(run: RunContents) -> str:

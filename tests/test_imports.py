@@ -28,6 +28,7 @@ LAYERS = [
         "flow",
         "density",
         "grids",
+        "latents",
         "formulations",
         "model",
         "objective",

@@ -11,13 +11,13 @@ import pytest
 
 import bsi
 from bsi import recipes
-from bsi.backbones.config import DiTConfig, MLPConfig, UNetConfig
+from bsi.backbones.config import AutoencoderConfig, DiTConfig, MLPConfig, UNetConfig
 from bsi.cli.training import parse
 from bsi.errors import UsageError
 from bsi.methods import BFN, BSI, METHODS, VDM, check_last_level
 from bsi.recipe import Data, Ema, Every, Optimizer, Recipe, changes, flat, from_plain, kinds, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
-from bsi.values import Bins, Standardize, Symbols
+from bsi.values import Bins, Latents, Standardize, Symbols
 
 ALL = [(name, method) for name in RECIPES for method in METHODS]
 
@@ -81,7 +81,8 @@ def test_infinity_survives_json() -> None:
 
 
 def test_recipes_name_only_registered_kinds() -> None:
-    assert set(kinds().values()) == {BSI, BFN, VDM, DiTConfig, UNetConfig, MLPConfig, Bins, Symbols, Standardize}
+    networks, data = {DiTConfig, UNetConfig, MLPConfig, AutoencoderConfig}, {Bins, Symbols, Standardize, Latents}
+    assert set(kinds().values()) == {BSI, BFN, VDM} | networks | data
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_recipes_name_only_registered_kinds() -> None:
     [
         (
             {"backbone": {"kind": "builtins.eval", "width": 3}},
-            "backbone is of kind dit, unet, mlp: got 'builtins.eval'",
+            "backbone is of kind dit, unet, mlp, autoencoder: got 'builtins.eval'",
         ),
         ({"backbone": {"kind": "bsi", "lambda_0": 1.0}}, "backbone is of kind dit"),
         ({"method": {"kind": ["bsi"]}}, "method is of kind bsi, bfn, vdm"),

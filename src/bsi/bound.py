@@ -46,10 +46,11 @@ from bsi.elbo import Elbo, Estimator, Replicates, reconstruction_loss
 from bsi.errors import NonFinite
 from bsi.gaussian import Data, PerSample, squared_norm
 from bsi.grids import paper_grid
+from bsi.latents import Encoded
 from bsi.levels import ExpectedError, Fitted, Interpolation, Proposal
 from bsi.methods.base import Method, Predictor
 from bsi.progress import shown
-from bsi.rng import standard_normal, uniform
+from bsi.rng import derive, standard_normal, uniform
 from bsi.sampling import evaluations
 from bsi.symbols import SymbolPredictor, mixture_kl
 from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
@@ -57,11 +58,12 @@ from bsi.variance import Variance, transition_kl
 
 BLOCKS = 32  # their variances are averaged: the relative error of the standard error is about 1 / sqrt(2 * 32)
 FREEDOM = 24  # target for the degrees of freedom: small sets have fewer blocks, and more replicates instead
-KINDS = {"measure": 1, "recon": 2, "pilot": 3, "step": 4}  # streams of noise, which never share a draw
+KINDS = {"measure": 1, "recon": 2, "pilot": 3, "step": 4, "latent": 5}  # streams of noise, which never share a draw
 DRAWS = 1 << 28  # number of draws per stream
 PILOT_PART = 4  # the pilot takes one evaluation for this many of the first round
 FEWEST, MOST = 256, 4096  # limits of the number of pilot evaluations
 DESCRIBED = 2048  # samples that the reference denoisers of the control variate are fitted to
+LATENT_DRAWS = 2  # of each image, for each term of the bound of images: independent replicates
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 Ids = Int[Tensor, " batch"]
@@ -121,6 +123,7 @@ class EvaluatedModel:
     kind: DataKind
     device: torch.device
     variance: Variance | None = None  # of the transitions of the bound for finitely many measurements
+    encoded: Encoded | None = None  # the images whose latents are x, for the bound of images
 
     @classmethod
     def of(
@@ -404,8 +407,10 @@ def estimate(
         plan: In place of the estimator's own plan.
         poll: Called before each batch; it may raise to interrupt the estimate, on all ranks.
     """
-    plan = make_plan(model, estimator, ranks) if plan is None else plan
     evaluation = _Evaluation(model, estimator, ranks or OneRank(), progress, poll)
+    if model.encoded is not None:
+        return _of_images(evaluation, model.encoded, plan)
+    plan = make_plan(model, estimator, ranks) if plan is None else plan
     terms = {"measurements": evaluation.measurements, "reconstructions": evaluation.reconstructions}
     decoding = 1 if isinstance(model.kind, Symbols) else evaluations(model.method, 0)
     costs = {"measurements": estimator.measure, "reconstructions": estimator.recon * decoding}
@@ -430,6 +435,45 @@ def estimate(
         rounds=made["measurements"],
         evaluations=plan.pilot + model.count * sum(made[name] * costs[name] for name in terms),
         pilot_evaluations=plan.pilot,
+    )
+
+
+def _of_images(evaluation: _Evaluation, encoded: Encoded, plan: Plan | None) -> Elbo:
+    """The bound of images, see `bsi.latents`. Each replicate has its own latents, levels and noise.
+
+    `measurement` is the cost of the latents, -ln p(z) + ln q(z | x), and `reconstruction` is -ln p(x | z).
+    """
+    model, estimator, draws = evaluation.model, evaluation.estimator, range(LATENT_DRAWS)
+
+    def eps(ids: Ids, draw: int) -> Data:
+        return noise(estimator.seed, ids, "latent", draw, model.shape, torch.float32)
+
+    def terms(ids: Ids) -> Float64[Tensor, "batch terms"]:
+        distortions = [encoded.distortion(ids, eps(ids, LATENT_DRAWS + draw)) for draw in draws]
+        return torch.stack([encoded.entropy(ids), *distortions], 1).double()
+
+    def prior(draw: int) -> Elbo:
+        def x(ids: Ids) -> Data:
+            return model.kind.values(encoded.latents(ids, eps(ids, draw)), torch.float32)
+
+        target = estimator.target_error
+        per_latent = None if target is None else target * encoded.n / math.prod(model.shape)
+        own = replace(estimator, seed=derive(estimator.seed, "latents", draw), target_error=per_latent)
+        of_latents = replace(model, x=x, encoded=None)
+        return estimate(of_latents, own, evaluation.ranks, plan, evaluation.progress, evaluation.poll)
+
+    entropy, *distortions = evaluation._table(model.count, (1 + LATENT_DRAWS,), terms, "decoder", 1).cpu().T
+    found, once = [prior(draw) for draw in draws], torch.ones(LATENT_DRAWS, dtype=torch.int64)
+    block = found[0].measurements.block
+    return Elbo(
+        Replicates(torch.stack([each.nats for each in found]) - entropy, once, block),
+        Replicates(torch.stack(distortions), once, block),
+        prior=torch.zeros_like(entropy),
+        n=encoded.n,
+        estimator=estimator,
+        rounds=max(each.rounds for each in found),
+        evaluations=sum(each.evaluations for each in found),
+        pilot_evaluations=sum(each.pilot_evaluations for each in found),
     )
 
 

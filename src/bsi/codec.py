@@ -338,6 +338,7 @@ def _threads(count: object) -> Iterator[None]:
 
 
 def _bins(model: Model) -> Bins:
+    model.check_direct("compression")
     if model.bins is None:
         raise UsageError("only binned data has a finite number of bits. Pass a model with bins.")
     return model.bins

@@ -93,8 +93,17 @@ def blend(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
     return Coefficients(broad.c_skip, broad.c_out, edm(encoder, sigma_data).c_in)
 
 
+def reconstruction(encoder: Encoder, sigma_data: float = 1.0) -> Coefficients:
+    """x_hat is the output, and the latent the input: the network is an autoencoder, called on images themselves."""
+    return Coefficients(
+        torch.zeros_like(encoder.signal), torch.ones_like(encoder.signal), torch.ones_like(encoder.signal)
+    )
+
+
 Preconditioning = Callable[[Encoder, float], Coefficients]
-COEFFICIENTS: dict[Parametrization, Preconditioning] = {"edm": edm, "epsilon": epsilon, "blend": blend}
+COEFFICIENTS: dict[Parametrization, Preconditioning] = {
+    "edm": edm, "epsilon": epsilon, "blend": blend, "reconstruction": reconstruction,
+}  # fmt: skip
 
 
 def consistent(coefficients: Coefficients, method: Method, level: Float[Tensor, "*batch"]) -> Coefficients:
@@ -175,6 +184,11 @@ class Denoiser(nn.Module):
         symbols, and takes twice the evaluations.
         """
         check_guidance(guidance)
+        if self.parametrization == "reconstruction":
+            raise UsageError(
+                "this network is an autoencoder: it draws no samples and has no bound. Encode a dataset with `bsi data "
+                "latents --from DATASET --autoencoder RUN`, and train a model on it."
+            )
         if cond is None and guidance != 1:
             raise UsageError(f"guidance needs a condition to follow, such as a label, got guidance={guidance:g}.")
         if cond is None and self.symbols is None:

@@ -18,11 +18,12 @@ from jaxtyping import Float, Float64, Integer
 from torch import Tensor, nn
 
 from bsi import flow
-from bsi.bound import EvaluatedModel, SampleSource, estimate
+from bsi.bound import EvaluatedModel, SampleSource, estimate, noise
 from bsi.denoiser import Condition, Denoiser, check_condition
 from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import UsageError
 from bsi.gaussian import Data, PerSample, over
+from bsi.latents import Autoencoder, Encoded, moments
 from bsi.levels import low_discrepancy
 from bsi.methods import check_resolution, last_noise
 from bsi.methods.base import Method, Parametrization, Predictor
@@ -30,7 +31,7 @@ from bsi.objective import Weight, training_loss
 from bsi.progress import shown
 from bsi.rng import standard_normal
 from bsi.sampler import CONSISTENCY, Sampler
-from bsi.values import CONTINUOUS, Bins, DataKind, Standardize, Symbols, as_tensor, check_finite
+from bsi.values import CONTINUOUS, Bins, DataKind, Latents, Standardize, Symbols, as_tensor, check_finite
 from bsi.variance import Variance, named_variance
 
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
@@ -54,6 +55,7 @@ class Density(nn.Module):
         sigma_data: float = 1.0,
         class_names: tuple[str, ...] = (),
         consistent: bool = False,
+        autoencoder: Autoencoder | None = None,
     ) -> None:
         super().__init__()
         if isinstance(method, type) or not isinstance(method, Method):
@@ -62,8 +64,13 @@ class Density(nn.Module):
         kind = CONTINUOUS if data is None else data
         if not isinstance(kind, DataKind):
             raise UsageError(f"data must be bsi.Bins, bsi.Symbols or bsi.Standardize, got {kind!r:.80}.")
-        self.method, self.shape, self.kind = method, tuple(shape), kind
-        self.latent_shape = kind.latent_shape(self.shape)
+        if isinstance(kind, Latents) != (autoencoder is not None):
+            given = f"data={type(kind).__name__} and autoencoder={type(autoencoder).__name__}"
+            raise UsageError(f"latents and their autoencoder belong together, got {given}. Pass both, or neither.")
+        self.method, self.stored_shape, self.kind = method, tuple(shape), kind
+        self.latent_shape = kind.latent_shape(self.stored_shape)
+        self.shape = kind.shape if isinstance(kind, Latents) else self.stored_shape
+        self._autoencoder = (autoencoder,)  # not a part of this module: neither trained nor averaged with it
         largest = max(-kind.low, kind.high) if isinstance(kind, Bins) else 1.0
         check_resolution(method, torch.finfo(torch.float32).eps * largest)
         clip = (kind.low, kind.high) if method.clips and isinstance(kind, Bins) else None
@@ -79,8 +86,14 @@ class Density(nn.Module):
         return f"{self.method}, shape={self.shape}, data={self.kind!s:.200}"
 
     @property
+    def autoencoder(self) -> Autoencoder | None:
+        """The autoencoder of a model of latents."""
+        return self._autoencoder[0]
+
+    @property
     def bins(self) -> Bins | None:
-        return self.kind if isinstance(self.kind, Bins) else None
+        """The values of binned data; for a model of latents those of the images."""
+        return self.kind.bins if isinstance(self.kind, Latents) else self.kind if isinstance(self.kind, Bins) else None
 
     @property
     def symbols(self) -> Symbols | None:
@@ -103,19 +116,30 @@ class Density(nn.Module):
     # ---- Data --------------------------------------------------------------------------------------------------------
 
     def values(self, data: Array) -> Data:
-        """Convert data to the method's values: bin centers, embedded symbols or standardized continuous data."""
+        """Convert data to the method's values: bin centers, embedded symbols or standardized continuous data.
+
+        Images of a model of latents, and stored latents, become the standardized means of their latents.
+        """
         data = as_tensor(data)
-        if data.shape[1:] != self.shape:
-            shape = ", ".join(map(str, self.shape))
+        expected = self.stored_shape if data.is_floating_point() else self.shape
+        if data.shape[1:] != expected:
+            shape = ", ".join(map(str, expected))
             raise UsageError(f"data must have the shape (batch, {shape}), got {tuple(data.shape)}")
+        if isinstance(self.kind, Latents) and self.autoencoder is not None:
+            return self.kind.values(moments(self.kind, self.autoencoder, data)[0], self.dtype)
         if not data.is_floating_point():
             return self.kind.values(data, self.dtype)
         x = self.kind.values(data, torch.promote_types(data.dtype, self.dtype))
         return x.to(self.dtype) if any(p.is_floating_point() for p in self.parameters()) else x
 
     def data(self, x: Data) -> Tensor:
-        """Convert values back to data: the nearest bin or symbol, or the original units."""
-        return self.kind.data(x).reshape(len(x), *self.shape)
+        """Convert values back to data: the nearest bin or symbol, or the original units; latents to images."""
+        data = self.kind.data(x) if self.autoencoder is None or self.bins is None else self.bins.data(self.decoded(x))
+        return data.reshape(len(x), *self.shape)
+
+    def decoded(self, x: Data) -> Tensor:
+        """Values as they are shown: for a model of latents the values of images, otherwise x itself."""
+        return x if self.autoencoder is None else self.autoencoder.decode(self.kind.data(x))
 
     def named(self, sampler: Sampler) -> Sampler:
         """The sampler with an explicit solver. A network tuned by `bsi.distill` has its own, whatever the grid."""
@@ -134,6 +158,13 @@ class Density(nn.Module):
                 "network that it was tuned from."
             )
 
+    def check_direct(self, what: str) -> None:
+        """Raise for a model of latents, for what needs one of the images themselves."""
+        if self.autoencoder is not None:
+            raise UsageError(
+                f"{what} needs a model of the images themselves, got one of their latents. Train one on images."
+            )
+
     def check(self, data: Array) -> None:
         """Raise if data is not finite or not of its kind. Reads the data: `forward` does so on the CPU only."""
         data = as_tensor(data)
@@ -141,11 +172,11 @@ class Density(nn.Module):
             raise UsageError("a loss and a bound need at least one sample, got an empty batch")
         if data.is_floating_point():
             check_finite(data)
-        self.kind.check(data)
+        (self.bins if self.bins is not None and not data.is_floating_point() else self.kind).check(data)
 
     def check_density(self, data: Tensor, warn: bool = True) -> None:
         """Raise if continuous data is too coarse for a density, see `bsi.methods.check_resolution`, or warn."""
-        if not isinstance(self.kind, Standardize) or not data.is_floating_point():
+        if not isinstance(self.kind, Standardize) or isinstance(self.kind, Latents) or not data.is_floating_point():
             return
         # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
         x, dtype = self.values(data), torch.finfo(data.dtype)
@@ -279,6 +310,7 @@ class Density(nn.Module):
             torch.Size([4])
         """
         self.check_denoiser()
+        self.check_direct("the likelihood of the flow")
         if self.symbols is not None:
             raise UsageError("symbols have no density, so the flow has no likelihood of them. Use model.elbo(data).")
         if draws < 1 or (draws > 1 and (probes is not None or self.bins is None)):
@@ -352,19 +384,33 @@ class Density(nn.Module):
         if not isinstance(data, Tensor):  # a warning about the first samples is not repeated for each batch
             self.check_density(data.take(chosen[: SEARCHED_ROWS if len(self.shape) == 1 else ROUNDED_ROWS].numpy()))
 
-        def x(places: Rows) -> Data:
+        def take(places: Rows) -> Tensor:
             rows = chosen[places.cpu()]
             if isinstance(data, Tensor):
-                return self.values(_rows_of(data, rows, self.device))
+                return _rows_of(data, rows, self.device)
             batch = data.take(rows.numpy())
             self.check(batch)
             self.check_density(batch, warn=False)
-            return self.values(batch).to(self.device)
+            return batch.to(self.device)
+
+        encoded = None
+        if isinstance(self.kind, Latents) and self.autoencoder is not None:
+            encoded = Encoded(self.kind, self.autoencoder, take)
+
+        def x(places: Rows) -> Data:
+            if encoded is None:
+                return self.values(take(places))
+            eps = noise(0, places, "latent", 0, self.latent_shape, torch.float32)
+            return self.kind.values(encoded.latents(places, eps), self.dtype)
 
         def predict(places: Rows) -> Predictor:
             return self._given(cond, chosen[places.cpu()])
 
-        return EvaluatedModel(self.method, predict, x, len(chosen), self.latent_shape, self.kind, self.device)
+        images = encoded is not None and not take(torch.zeros(1, dtype=torch.int64)).is_floating_point()
+        return EvaluatedModel(
+            self.method, predict, x, len(chosen), self.latent_shape, self.kind, self.device,
+            encoded=encoded if images else None,
+        )  # fmt: skip
 
     def _checked(self, data: Tensor) -> Tensor:
         self.check(data)

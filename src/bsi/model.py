@@ -56,6 +56,7 @@ class Model(Density):
         parametrization: what the network predicts; by default what the method's networks do.
         sigma_data: the standard deviation of the data, for preconditioning.
         class_names: names of the labels 0, 1, ...
+        autoencoder: of a model of latents (`bsi.values.Latents`): its samples and its data are then images.
         consistent: whether the network was tuned by `bsi.distill` to draw samples in few steps.
     """
 
@@ -157,6 +158,7 @@ class Model(Density):
             torch.Size([2, 1, 8, 8])
         """
         self.check_denoiser()
+        self.check_direct("denoising")
         std = self.kind.std if isinstance(self.kind, Standardize) else 1.0
         if isinstance(std, tuple):
             raise UsageError("the data is standardized with several std. Use model.restore(y, lambda x: x, precision).")
@@ -206,6 +208,7 @@ class Model(Density):
             True
         """
         self.check_denoiser()
+        self.check_direct("inpainting")
         y, mask = self.values(x).to(self.device), as_tensor(mask).to(self.device, self.dtype)
         if mask.shape != y.shape[:1] + self.shape and not _expands(mask.shape, self.shape):
             got = f"got {tuple(mask.shape)} for {len(y)} samples of {self.shape}"
@@ -254,6 +257,7 @@ class Model(Density):
             torch.Size([2, 1, 8, 8])
         """
         self.check_denoiser()
+        self.check_direct("restoring")
         y, sampler = as_tensor(y).to(self.device), replace(sampler or Sampler(solver=NOISY_SOLVER), **changes)
         units = self.kind.data if isinstance(self.kind, Standardize) else lambda x: x  # not rounded to bins
         nothing = torch.zeros(len(y), *self.latent_shape, device=self.device, dtype=self.dtype)

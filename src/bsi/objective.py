@@ -13,6 +13,10 @@ so that a weight has the same meaning for all three methods (Kingma and Gao, 202
 Levels can be drawn in proportion to the expected loss, w / (e^l + 4): the weighted loss of the best linear predictor of
 data with standard deviation 1/2. For EDM's weight, and c small compared with alpha, that is the normal distribution
 that EDM draws from. The loss has the same expectation and less variance.
+
+An autoencoder is trained on the error of its reconstruction, in twice the nats per dimension of a Laplace decoder whose
+scale is the mean error b of the image, 2 (1 + ln(2 b / width)) for bins of this width: images that are hard to
+reconstruct do not outweigh the others.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ Weight = Callable[[PerSample], PerSample]
 
 SIGMA_DATA = 0.5  # EDM's, of images in [-1, 1]
 POINTS = 513  # number of points of the tabulated density of levels
+PIXEL = 2 / 255  # the width of a bin of 8-bit images; errors far below it make no difference
 EVEN = 0.05  # fraction of draws that is log-uniform for any weight, since sampling visits all levels
 
 
@@ -88,6 +93,12 @@ def training_loss(
     return loss * weight(proposal.icdf(t)).to(loss.dtype)
 
 
+def reconstruction_error(x: Data, x_hat: Data) -> PerSample:
+    """The loss of an autoencoder for each image: see above."""
+    error = (x - x_hat).abs().flatten(1).mean(1)
+    return 2 * (1 + torch.log(2 * error / PIXEL + 0.5))
+
+
 def finite_training_loss(
     method: Method, predict: Predictor, x: Data, grid: Float[Tensor, " levels"], i: Integer[Tensor, " batch"], eps: Data
 ) -> PerSample:
@@ -96,7 +107,7 @@ def finite_training_loss(
 
 
 class Loss:
-    """The loss of a batch in training, with its tables on the device: L_M^inf, L_M^k, or that of consistency tuning."""
+    """The loss of a batch in training, with its tables on the device: L_M^inf, L_M^k, or that of another objective."""
 
     def __init__(
         self,
@@ -110,6 +121,7 @@ class Loss:
     ) -> None:
         weights = {"sigmoid": sigmoid_weight(method, bias), "edm": edm_weight(method)}
         self.method, self.weight, self.consistency = method, weights.get(weight), consistency
+        self.reconstruction = weight == "reconstruction"
         self.levels: Proposal = expected_levels(method, self.weight).to(device) if expected else method.levels
         self.grid = None if finite_k is None else paper_grid(method, finite_k).to(device)
         self.gap = torch.zeros((), device=device)  # of consistency tuning, set by the trainer
@@ -119,6 +131,8 @@ class Loss:
         """The loss of each sample at t, which is in [0, 1) and stratified over the batch."""
         if self.consistency:
             return consistency_loss(self.method, predict, x, t, eps, self.gap)
+        if self.reconstruction:
+            return reconstruction_error(x, predict(x, self.level(t)))
         if self.grid is None:
             return training_loss(self.method, predict, x, t, eps, self.weight, self.levels)
         return finite_training_loss(self.method, predict, x, self.grid, _measurement(self.grid, t), eps)

@@ -18,13 +18,13 @@ import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from bsi.backbones.config import BackboneConfig, DiTConfig, MLPConfig, UNetConfig
+from bsi.backbones.config import AutoencoderConfig, BackboneConfig, DiTConfig, MLPConfig, UNetConfig
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.sampler import Sampler
-from bsi.values import CONTINUOUS, Bins, Standardize, Symbols
+from bsi.values import CONTINUOUS, Bins, Latents, Standardize, Symbols
 
 SHARDS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -34,8 +34,8 @@ FIRST_RATE = 1e-8  # the paper's warm-up starts here
 Action = Literal["journal", "evaluate", "sample", "checkpoint"]
 Record = TypeVar("Record")
 
-NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig}
-DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
+NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig, "autoencoder": AutoencoderConfig}
+DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize, "latents": Latents}
 # Fields that version 0.1.0 wrote under other names.
 FORMER = {
     "optimiser": "optimizer",
@@ -74,8 +74,9 @@ class Objective:
 
     finite_k: int | None = None
     """Minimize L_M^k instead, of this many measurements on the paper's grid."""
-    weight: Literal["elbo", "sigmoid", "edm"] = "elbo"
-    """A factor on the ELBO's weight of each level, by its signal-to-noise ratio: see `bsi.objective`."""
+    weight: Literal["elbo", "sigmoid", "edm", "reconstruction"] = "elbo"
+    """A factor on the ELBO's weight of each level, by its signal-to-noise ratio; for an autoencoder the error of its
+    reconstruction instead: see `bsi.objective`."""
     bias: float = 2.0
     """ln SNR at which the sigmoid weight is one half."""
     levels: Literal["paper", "expected"] | None = None
@@ -284,13 +285,16 @@ class Recipe:
         if self.precision == "fp8":
             _require("lean", self.lean, not self.lean, "off with precision fp8, which already stores few activations")
             _require("compile", self.compile, self.compile, "on with precision fp8")
+        coder = isinstance(self.backbone, AutoencoderConfig)
+        for name, value in (("objective.weight", self.objective.weight), ("parametrization", self.parametrization)):
+            rule = "reconstruction, as in the recipe autoencoder-f4, for" if coder else "reconstruction only for"
+            _require(name, value, coder == (value == "reconstruction"), f"{rule} an autoencoder")
+        if coder:
+            _require("every.sample", self.every.sample, self.every.sample == 0, "0: an autoencoder draws no samples")
+        if coder or self.objective.consistency:
+            rule = "0: an autoencoder or a consistency function has no bound"
+            _require("every.evaluate", self.every.evaluate, self.every.evaluate == 0, rule)
         if self.objective.consistency:
-            _require(
-                "every.evaluate",
-                self.every.evaluate,
-                self.every.evaluate == 0,
-                "0: a consistency function has no bound",
-            )
             own = self.objective == Objective(consistency=True)
             _require("objective", self.objective, own, "either consistency or a bound's")
 

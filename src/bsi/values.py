@@ -1,4 +1,4 @@
-"""The three kinds of data: `Bins`, `Symbols` and, for continuous data, `Standardize`. Imports no torch.
+"""The kinds of data: `Bins`, `Symbols` and, for continuous data, `Standardize` and `Latents`. Imports no torch.
 
 A model sees values x. Integers 0 .. count - 1 that are numbers (8-bit images, 16-bit audio, 17 gray levels) are the
 indices of bins whose centers are equally spaced from low to high, both included:
@@ -23,7 +23,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -343,7 +343,62 @@ class Standardize:
         return math.fsum(map(math.log, std)) / len(std)
 
 
-DataKind = Bins | Symbols | Standardize
+@dataclass(frozen=True)
+class Latents(Standardize):
+    """The latents of an autoencoder, stored as their mean and standard deviation given each image: 2 C channels for C.
+
+    A latent is drawn each time it is used in training, since the model is a prior of such draws, and one that never
+    changes could be memorized. Draws are standardized per channel.
+
+    Args:
+        shape: The shape of an image.
+        count: The number of bins of an image's values, from -1 to 1.
+        precision: That of the decoder, 1 / the mean squared error of reconstructions of training images.
+        images, version: The dataset that was encoded, and its content.
+        autoencoder: SHA-256 of the autoencoder.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+    precision: float
+    images: str
+    version: str
+    autoencoder: str
+
+    dtype: ClassVar[np.dtype] = np.dtype("<f4")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if not 0 < self.precision < math.inf:
+            raise UsageError(f"a decoder's precision is positive and finite, got {self.precision}.")
+
+    @property
+    def bins(self) -> Bins:
+        """The values of the images."""
+        return Bins(-1.0, 1.0, self.count)
+
+    def fitted(self, mean: Float[np.ndarray, " channels"], var: Float[np.ndarray, " channels"]) -> Latents:
+        """The same for channels of means and standard deviations with these moments."""
+        half = len(mean) // 2
+        total = var[:half] + var[half:] + mean[half:] ** 2  # the variance of means, and the mean of variances
+        known = Standardize.of(mean[:half].tolist(), np.sqrt(total).tolist())
+        return replace(self, mean=known.mean, std=known.std)
+
+    def latent_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // 2, *shape[1:])
+
+    def values(self, data: Num[Tensor, "batch channels *space"], dtype: torch.dtype | None = None) -> Tensor:
+        """Latents drawn from stored means and standard deviations, as values. Latents themselves are not changed."""
+        import torch
+
+        if data.shape[1] == 2 * len(_numbers(self.mean)):
+            mean, std = data.chunk(2, dim=1)
+            data = mean + std * torch.randn_like(mean)
+        return super().values(data, dtype)
+
+
+DataKind = Bins | Symbols | Standardize | Latents
 
 CONTINUOUS = Standardize(0.0, 1.0)  # continuous data in its own units
 

@@ -166,8 +166,9 @@ def _frames(
         else:
             y = y if before is None else measurement(model.method, before, step)
             current = belief(model.method, step)
-            mean, x_hat, precision = current.mean, step.x_hat, current.precision
-        arrays = [np.asarray(x.float().cpu().numpy(), np.float32) for x in (mean, x_hat, y) if x is not None]
+            mean, x_hat, precision = model.decoded(current.mean), model.decoded(step.x_hat), current.precision
+        shown = y if y is None else model.decoded(y)
+        arrays = [np.asarray(x.float().cpu().numpy(), np.float32) for x in (mean, x_hat, shown) if x is not None]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite(f"step {i} holds NaN or infinity: the predictions of the network are not finite.")
         yield Frame(i, last, float(precision), arrays[0], arrays[1], arrays[2] if y is not None else None)
@@ -208,14 +209,17 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         "grid": Sampler.grid,
         "evaluations": evaluations(model.method, 1 if tuned else Sampler.steps),
         "limits": asdict(limits),
-        "modes": ("draw",) if tuned or symbols is not None else ("draw", "denoise", "inpaint"),
+        "modes": ("draw",)
+        if tuned or symbols is not None or model.autoencoder is not None
+        else ("draw", "denoise", "inpaint"),
         "alphabet": alphabet(symbols) if text and symbols is not None else (),  # empty for images
         "length": model.shape[0] if text else 0,  # of a text
         "classes": model.class_names or tuple(map(str, range(model.classes or 0))),
     }
     images = np.empty((0, *shape), np.float32)
-    found = find_dataset(trained.dataset, trained.data.version)
-    if symbols is None and found is not None and found.shape == model.shape:
+    found = find_dataset(trained.dataset, trained.version)
+    direct = symbols is None and model.autoencoder is None
+    if direct and found is not None and found.shape == model.shape:
         images = model.values(torch.from_numpy(found.test[subset(len(found.test), TEST_IMAGES)])).cpu().numpy()
     with torch.no_grad():  # the first evaluation reserves memory and selects kernels, which takes long
         level = torch.full((1,), levels.high, dtype=torch.float64, device=device)

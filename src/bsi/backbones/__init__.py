@@ -13,7 +13,16 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bsi.backbones.config import BackboneConfig, Cost, DiTConfig, MLPConfig, UNetConfig, cost, resolve
+from bsi.backbones.config import (
+    AutoencoderConfig,
+    BackboneConfig,
+    Cost,
+    DiTConfig,
+    MLPConfig,
+    UNetConfig,
+    cost,
+    resolve,
+)
 from bsi.devices import Precision, compute_dtype
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes
@@ -23,8 +32,8 @@ if TYPE_CHECKING:
     from bsi.backbones.layers import Backbone
 
 __all__ = [
-    "Backbone", "BackboneConfig", "Cost", "DiTConfig", "MLPConfig", "Precision", "UNetConfig", "accelerate", "build",
-    "compile_regions", "compute_dtype", "cost", "freeze", "resolve",
+    "AutoencoderConfig", "Backbone", "BackboneConfig", "Cost", "DiTConfig", "MLPConfig", "Precision", "UNetConfig",
+    "accelerate", "build", "compile_regions", "compute_dtype", "cost", "freeze", "resolve",
 ]  # fmt: skip
 
 
@@ -51,6 +60,7 @@ def build(
     needed = 4 * cost(config, shape, bins_count, num_classes, out_channels).parameters
     import torch
 
+    from bsi.backbones.autoencoder import Autoencoder
     from bsi.backbones.dit import DiT
     from bsi.backbones.mlp import MLP
     from bsi.backbones.unet import UNet
@@ -60,7 +70,9 @@ def build(
         if needed > installed:
             got = f"got {readable_bytes(needed)} of {readable_bytes(installed)}. Use a smaller width or depth."
             raise UsageError(f"the weights of this network need more memory than this machine has, {got}")
-    networks: dict[type, type[Backbone]] = {DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP}
+    networks: dict[type, type[Backbone]] = {
+        DiTConfig: DiT, UNetConfig: UNet, MLPConfig: MLP, AutoencoderConfig: Autoencoder,
+    }  # fmt: skip
     return networks[type(config)](config, shape, bins_count, num_classes, out_channels)
 
 

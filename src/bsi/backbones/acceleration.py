@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from bsi.backbones.autoencoder import Autoencoder
 from bsi.backbones.config import BackboneConfig, DiTConfig, Form, UNetConfig
 from bsi.backbones.layers import Backbone
 from bsi.backbones.unet import UNet
@@ -65,7 +66,7 @@ def accelerate(backbone: Backbone, device: torch.device, lean: bool = False, fp8
     """
     if device.type != "cuda":
         return
-    if isinstance(backbone, UNet):
+    if isinstance(backbone, UNet | Autoencoder):
         order = torch.channels_last_3d if len(backbone.shape) == 4 else torch.channels_last
         backbone.to(memory_format=order)  # type: ignore[call-overload]  # missing in torch's stubs
     if fp8:

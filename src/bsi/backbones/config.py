@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from bsi.errors import UsageError, unknown
 
@@ -151,7 +151,47 @@ class MLPConfig:
         return ()
 
 
-BackboneConfig = DiTConfig | UNetConfig | MLPConfig
+@dataclass(frozen=True)
+class AutoencoderConfig:
+    """A convolutional autoencoder, whose latents are 2^(number of widths) times smaller along each axis than an image.
+
+    Args:
+        channels: Channels of the latents.
+        widths: Channels at each resolution, from half of the image's to that of the latents.
+        blocks: Residual blocks at each resolution, of the encoder and of the decoder.
+        noise: Standard deviation of the latents given an image; their mean square is 1.
+    """
+
+    channels: int = 4
+    widths: tuple[int, ...] = (128, 256)
+    blocks: int = 2
+    noise: float = 0.1
+    dropout: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        for width in (self.channels, *self.widths):
+            _check_sizes(width, depth=self.blocks)
+        if not self.widths:
+            raise UsageError("an autoencoder needs at least one width, got none. Use widths=(128, 256).")
+        if not 0 < self.noise < 1:
+            raise UsageError(f"noise is relative to latents of mean square 1, between 0 and 1, got {self.noise}.")
+
+    @property
+    def factor(self) -> int:
+        """How many times smaller latents are along each axis."""
+        return 2 ** len(self.widths)
+
+    def check(self, shape: Shape) -> None:
+        if len(shape) != 3 or min(shape) < 1 or any(size % self.factor for size in shape[1:]):
+            need = f"images (channels, height, width) with sides that are multiples of {self.factor}"
+            raise UsageError(f"this autoencoder takes {need}, got {shape}. Use fewer widths, or crop the images.")
+
+    def pixels(self, shape: Shape) -> list[int]:
+        """The number of positions at each resolution."""
+        return [math.prod(size >> (i + 1) for size in shape[1:]) for i in range(len(self.widths))]
+
+
+BackboneConfig = DiTConfig | UNetConfig | MLPConfig | AutoencoderConfig
 
 # Published sizes; `mini` is ours, for studies (10M parameters).
 DIT_SIZES = {
@@ -226,6 +266,8 @@ def cost(
 ) -> Cost:  # fmt: skip
     """The cost of `build` with the same arguments, without building the network."""
     config.check(shape)
+    if isinstance(config, AutoencoderConfig):
+        return _autoencoder(config, shape)
     inputs, outputs = input_channels(shape[0], bins_count), shape[0] if out_channels is None else out_channels
     if isinstance(config, UNetConfig):
         width, network = 4 * config.width, _unet(config, shape, inputs, outputs)
@@ -258,6 +300,20 @@ def _unet(config: UNetConfig, shape: Shape, inputs: int, outputs: int) -> Cost:
     for (finer, more), (w, p) in itertools.pairwise(sizes):
         total += _product(finer, w, p, kernel) + _product(w, finer, more, kernel)
         total += (_norm(w) + _attention(w, p)) * (2 * levels + 1)
+    return total
+
+
+def _autoencoder(config: AutoencoderConfig, shape: Shape) -> Cost:
+    """Encoder and decoder have the same layers, but for the resolution of those that change it."""
+    sizes = list(zip(config.widths, config.pixels(shape), strict=True))
+    (width, pixels), (deepest, fewest) = sizes[0], sizes[-1]
+    total = _product(4 * shape[0], width, pixels, 9) + _product(width, 4 * shape[0], pixels, 9) + _norm(width)
+    total += _product(deepest, config.channels, fewest, 9) + _product(config.channels, deepest, fewest, 9)
+    total += _norm(deepest)
+    for w, p in sizes:
+        total += (_norm(w) * 2 + _product(w, w, p, 9) * 2) * (2 * config.blocks)
+    for (finer, more), (w, p) in itertools.pairwise(sizes):
+        total += _product(finer, w, p, 9) + _product(w, finer, more, 9)
     return total
 
 
@@ -306,7 +362,7 @@ OptimizerKind = Literal["adamw", "muon"]
 
 CONTEXT = 1 << 30  # the driver, workspaces of libraries, and memory that the allocator cannot use
 SLACK = 1.03  # small tensors, and rounding up to pages
-MUON_UPDATE = {DiTConfig: 5, UNetConfig: 11, MLPConfig: 7}
+MUON_UPDATE = {DiTConfig: 5, UNetConfig: 11, MLPConfig: 7, AutoencoderConfig: 11}
 DIT: dict[Form, float] = {"plain": 21.3, "compiled": 11.3, "fused": 18.1, "lean": 12.1}  # a block; its input: 1.1
 UNET: dict[Form, tuple[float, float, float]] = {  # a level down and up, the ends, attention after a block
     "plain": (28.1, 51.0, 7.1), "compiled": (6.1, 14.9, 5.1), "fused": (9.1, 21.2, 6.1), "lean": (4.1, 14.2, 6.1),
@@ -370,5 +426,8 @@ def _stored(config: BackboneConfig, shape: Shape, form: Form, half: bool) -> flo
             stream = sum(p * w for p, w in zip(config.pixels(shape), config.widths, strict=True))
             coarser = 1 - math.prod(shape[1:]) * width / stream  # their share of the stream
             return stream * (levels * pair + (2 * levels + 1) * attention * coarser + ends + 18.0)
+        case AutoencoderConfig(blocks=blocks):
+            stream = sum(p * w for p, w in zip(config.pixels(shape), config.widths, strict=True))
+            return stream * ((16.1 if plain else 6.1) * 2 * blocks + 20.0)
         case MLPConfig(width=width, depth=depth):
             return width * (depth * (16.1 if plain else 9.1) + 3.3 + 16.1)

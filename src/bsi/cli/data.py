@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -18,13 +18,33 @@ from bsi.data.prepare import prepare
 from bsi.errors import DataError, UsageError
 from bsi.io import data_folder
 from bsi.progress import log
-from bsi.values import Standardize, Symbols
+from bsi.values import Latents, Standardize, Symbols
 
 if TYPE_CHECKING:
-    from bsi.data.prepare import Source
+    from bsi.data.prepare import Plan, Source
 
 COMMON = ("name", "from_", "to", "list_", "verify", "json")  # the other options belong to sources
 SHOWN = 10  # class names in a line
+
+
+@dataclass(frozen=True)
+class LatentsOf:
+    """The images of a prepared dataset, encoded once: see `bsi.runtime.autoencoders`."""
+
+    summary: ClassVar[str] = "latents of a dataset of images: --from DATASET, --autoencoder"
+
+    path: str
+    autoencoder: str | None = None
+
+    def plan(self) -> Plan:
+        if self.autoencoder is None:
+            fix = "Train one with `bsi train autoencoder-f4 --data.name DATASET`, or use a folder of diffusers."
+            raise UsageError(f"latents need --autoencoder RUN. {fix}")
+        from bsi.runtime.autoencoders import plan_latents
+        from bsi.runtime.distributed import pick_device
+
+        return plan_latents(self.path, self.autoencoder, pick_device(None, 0))
+
 
 # For each source its class, and the command that trains on its data; NAME is the dataset's.
 SOURCES: dict[str, tuple[type[Source], str]] = {
@@ -33,6 +53,7 @@ SOURCES: dict[str, tuple[type[Source], str]] = {
     "imagenet64": (published.ImageNet64, "bsi train imagenet64-dit-l4"),
     "mnist": (published.Mnist, "bsi train folder-mini --data.name NAME"),
     "folder": (images.Folder, "bsi train folder --data.name NAME, or folder-mini on a CPU"),
+    "latents": (LatentsOf, "bsi train latents --data.name NAME, or latents-mini on a CPU"),
     "binary": (published.Binary, "bsi train binary-digits --data.name NAME"),
     "text": (arrays.Text, "bsi train text-mini --data.name NAME"),
     "arrays": (arrays.Arrays, "bsi train arrays --data.name NAME"),
@@ -47,8 +68,8 @@ class DataOptions:
 
     The same command resumes an interrupted preparation; a dataset appears only when it is complete.
 
-    Sources: cifar10, imagenet32, imagenet64, mnist, folder (images), binary (binary images), text, arrays (.npy, .npz),
-    wav, huggingface. The handwritten digits are part of the package.
+    Sources: cifar10, imagenet32, imagenet64, mnist, folder (images), latents (of images), binary (binary images), text,
+    arrays (.npy, .npz), wav, huggingface. The handwritten digits are part of the package.
     """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
@@ -82,6 +103,8 @@ class DataOptions:
     """text, wav: characters or bytes (256), or audio samples (16384), per example."""
     vocabulary: Literal["chars", "bytes"] | None = None
     """text: one symbol for each character that occurs, or the 256 bytes of UTF-8 (chars)."""
+    autoencoder: str | None = None
+    """latents: a run of `bsi train autoencoder-f4`, its export, or a folder of diffusers' AutoencoderKL."""
     threshold: float | None = None  # binary: the value between 0 and 1 above which a pixel is 1 (0.5).
     stochastic: bool = False  # binary: a pixel is 1 with the probability of its value, drawn once.
     column: str | None = None  # huggingface: the column of images (image).
@@ -144,7 +167,7 @@ def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
         kept = " Labels in the data are kept without it." if "labels" in unknown and name != "wav" else ""
         raise UsageError(f"{name} has no {_flags(unknown)}; it takes {takes}.{kept}")
     if path is not None:
-        options = {**options, "path": path if name in ("binary", "huggingface") else Path(path)}
+        options = {**options, "path": path if name in ("binary", "huggingface", "latents") else Path(path)}
     elif known["path"].default is MISSING:
         raise UsageError(f"{name} needs the place of the data: bsi data {name} --from PATH")
     source: Source = kind(**options)
@@ -189,6 +212,8 @@ def _line(dataset: store.Dataset) -> str:
     skipped = f", {len(manifest.skipped)} skipped" if manifest.skipped else ""
     shape = " x ".join(map(str, manifest.shape)) or "scalar"
     kind = "continuous" if isinstance(stored, Standardize) else f"{stored.count} {type(stored).__name__.lower()}"
+    if isinstance(stored, Latents):
+        kind = f"latents of {stored.images}, {' x '.join(map(str, stored.shape))}"
     if labels is not None:
         names = ", ".join([*labels.names[:SHOWN], *(["..."] if len(labels.names) > SHOWN else [])])
         kind += f", {labels.classes} classes" + (f" ({names})" if names else "")

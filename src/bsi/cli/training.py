@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from bsi.backbones.config import MLPConfig, cost, resolve
+from bsi.backbones.config import AutoencoderConfig, MLPConfig, cost, resolve
 from bsi.cli.options import Count, Device, Json, RunPath, answer, fill
 from bsi.cli.options import parse as parse_options
 from bsi.data import store
@@ -30,6 +30,7 @@ from bsi.pictures import is_image
 from bsi.progress import log
 from bsi.recipe import Recipe, changes, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
+from bsi.values import Latents
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
                  [--key value ...]
@@ -132,10 +133,13 @@ def run(words: Sequence[str]) -> int:
     if first:
         answer(options.json, {"run": str(out), **json.loads((out / "status.json").read_text("utf-8"))}, out)
         folder, target = shlex.quote(str(out)), ""
-        if not is_image(dataset.shape):
+        if not is_image(dataset.kind.shape if isinstance(dataset.kind, Latents) else dataset.shape):
             sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
             target = " --out samples.wav" if sound else " --npz samples.npz"
         labels = " --labels" if recipe.data.labels else ""
+        if isinstance(recipe.backbone, AutoencoderConfig):
+            log(f"next: bsi data latents --from {shlex.quote(recipe.data.name)} --autoencoder {folder}")
+            return 0
         log(f"next: bsi sample {folder}{target}{labels} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 

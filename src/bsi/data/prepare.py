@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_file, sync_folder, write_text
 from bsi.progress import Progress, readable_bytes
 from bsi.rng import uniforms
-from bsi.values import Bins, DataKind, Standardize, Symbols
+from bsi.values import Bins, DataKind, Latents, Standardize, Symbols
 
 MAX_CLASSES = 2**31  # labels are stored as int32
 SPLIT_SEED = 0
@@ -89,7 +89,7 @@ class Preparation:
     name: str
     source: str
     shape: tuple[int, ...]
-    kind: Bins | Symbols | None  # None for continuous data, stored as float32
+    kind: Bins | Symbols | Latents | None  # None for other continuous data, stored as float32
     options: Mapping[str, Any]
     input: str
     parts: Sequence[Part]  # in order
@@ -97,6 +97,7 @@ class Preparation:
     classes: tuple[str, ...] = ()
     skip: int = 0  # how many unreadable items may be skipped
     notes: tuple[str, ...] = ()
+    extra: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)  # writes further files, by name
 
     @property
     def total(self) -> int:
@@ -269,8 +270,10 @@ class _Staging:
         for file, (path, dtype, shape) in self.layout.items():
             with path.open("r+b") as opened:
                 opened.write(header_bytes(dtype, (counts[file], *shape)))
+        for file, write in plan.extra.items():
+            write(self.folder / file)
         self.sync()
-        paths = [path for path, _, _ in self.layout.values()]
+        paths = [*(path for path, _, _ in self.layout.values()), *(self.folder / file for file in plan.extra)]
         manifest = Manifest(
             name=name,
             source=plan.source,
@@ -290,7 +293,7 @@ class _Staging:
         sync_folder(self.folder)
 
 
-def _fitted(kind: Bins | Symbols | None, path: Path) -> DataKind:
+def _fitted(kind: Bins | Symbols | Latents | None, path: Path) -> DataKind:
     """The kind of the data with what is measured on the training samples in one pass.
 
     These are the frequencies of symbols, or mean and std per element or channel (Chan, Golub and LeVeque, 1979).
@@ -298,7 +301,7 @@ def _fitted(kind: Bins | Symbols | None, path: Path) -> DataKind:
     if isinstance(kind, Bins):
         return kind
     with ArrayFile.at(path) as array:
-        if kind is not None:
+        if isinstance(kind, Symbols):
             counts = np.zeros(kind.count, np.int64)
             for block in array.blocks():
                 counts += np.bincount(block.reshape(-1), minlength=kind.count)
@@ -312,4 +315,6 @@ def _fitted(kind: Bins | Symbols | None, path: Path) -> DataKind:
             squares = squares + ((x - middle[:, None]) ** 2).sum(1) + (middle - mean) ** 2 * count * added / total
             mean = mean + (middle - mean) * added / total
             count = total
+    if isinstance(kind, Latents):
+        return kind.fitted(mean, squares / count)
     return Standardize.of(mean.tolist(), np.sqrt(squares / count).tolist())

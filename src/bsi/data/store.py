@@ -4,6 +4,7 @@
       manifest.json                          name, source, counts, shape, bins, options, SHA-256 of each file, version
       train.npy  test.npy                    (n, *shape): integers are bin indices, floats are values in their own units
       train_labels.npy  test_labels.npy      if the source has labels; the manifest names the classes if they have names
+      autoencoder.safetensors                of latents: see `bsi.runtime.autoencoders`
 
 Sizes and headers are checked each time, hashes on request: they detect damage, not tampering. `version` is a hash of
 the files' hashes, the shape and the meaning of the numbers: two datasets with the same version hold the same data.
@@ -28,14 +29,17 @@ from jaxtyping import Integer, Shaped
 from bsi.data.files import ArrayFile
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import data_folder, digest_file, fingerprint, read_json
-from bsi.values import Bins, DataKind, Standardize, Symbols, check_classes
+from bsi.values import Bins, DataKind, Latents, Standardize, Symbols, check_classes
 
 DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
 MANIFEST = "manifest.json"
-KINDS: dict[str, type[DataKind]] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize}
+KINDS: dict[str, type[DataKind]] = {
+    "bins": Bins, "symbols": Symbols, "standardize": Standardize, "latents": Latents,
+}  # fmt: skip
 SPLITS = ("train", "test")
-FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy")
+AUTOENCODER = "autoencoder.safetensors"
+FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy", AUTOENCODER)
 AGAIN = "Delete its folder and prepare the dataset again."
 # Sources of one's own data, and what they are made from.
 OWN = {"folder": "IMAGES", "arrays": "FILE", "wav": "FOLDER", "text": "FILE"}
@@ -79,7 +83,7 @@ class Manifest:
     def to_json(self) -> str:
         fields = asdict(self)
         kind = fields.pop("kind")
-        described = {key: kind if isinstance(self.kind, cls) else None for key, cls in KINDS.items()}
+        described = {key: kind if type(self.kind) is cls else None for key, cls in KINDS.items()}
         return json.dumps({"format": FORMAT, "version": self.version, **fields, **described}, indent=2) + "\n"
 
     @classmethod
@@ -243,7 +247,9 @@ def _find(name_or_path: str | Path) -> Path:
 
 def _open(folder: Path) -> Dataset:
     manifest = Manifest.read(folder / MANIFEST)
-    arrays = {name.removesuffix(".npy"): _map(folder / name, manifest) for name in manifest.files}
+    arrays = {
+        name.removesuffix(".npy"): _map(folder / name, manifest) for name in manifest.files if name[-4:] == ".npy"
+    }
     labelled = "train_labels" in arrays and "test_labels" in arrays
     labels = Labels(arrays["train_labels"], arrays["test_labels"], manifest.classes) if labelled else None
     return Dataset(manifest, arrays["train"], arrays["test"], labels, folder)

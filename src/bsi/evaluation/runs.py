@@ -115,8 +115,8 @@ class Split:
 
 
 def open_split(run: EvaluatedRun, split: str, other: str | None = None) -> Split:
-    """A split of the dataset that the run was trained on, or of another one by name or folder."""
-    expected, name = run.trained.data.version, run.path.name
+    """A split of the dataset of a run, for latents of their images, or of another one by name or folder."""
+    expected, name = run.trained.version, run.path.name
     dataset = open_dataset(run.trained.dataset, version=expected) if other is None else open_dataset(other)
     if other is None and dataset.version != expected:
         raise DataError(
@@ -125,7 +125,7 @@ def open_split(run: EvaluatedRun, split: str, other: str | None = None) -> Split
         )
     if dataset.shape != run.model.shape:
         raise DataError(f"{name} models data of shape {run.model.shape}, got {dataset.name!r} of shape {dataset.shape}")
-    kinds = (run.model.kind, dataset.kind)
+    kinds = (run.model.bins or run.model.kind, dataset.kind)
     if len({(type(kind), getattr(kind, "count", None), getattr(kind, "names", None)) for kind in kinds}) > 1:
         raise DataError(
             f"{name} models {run.model.kind!s:.200}, got {dataset.name!r} with {dataset.kind!s:.200}. Evaluate it on "

@@ -274,7 +274,8 @@ def animate_beliefs(model: Model, sampler: Sampler, seed: int, label: Label, num
 
     def moment(step: Step, y: Tensor | None) -> Moment:
         if model.symbols is None:
-            mean, x_hat = belief(model.method, step).mean, step.x_hat
+            mean, x_hat = model.decoded(belief(model.method, step).mean), model.decoded(step.x_hat)
+            y = None if y is None else model.decoded(y)
         else:
             encoder = model.method.encoder(step.level[None])
             mean, x_hat = map(shades, beliefs(model.symbols, encoder, step.latent, step.x_hat))

@@ -36,7 +36,7 @@ Data = Float[Tensor, "batch *data"]
 Predictor = Callable[[Data, Float[Tensor, " batch"]], Data]
 
 # How a network's output becomes x_hat: EDM's preconditioning, the prediction of the latent's noise, or between the two.
-Parametrization = Literal["edm", "epsilon", "blend"]
+Parametrization = Literal["edm", "epsilon", "blend", "reconstruction"]
 
 # How binned data is decoded from x_hat: the mass of a Normal on a bin, or a softmax over the bins' centers.
 Decoder = Literal["cdf", "softmax"]

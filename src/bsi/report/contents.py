@@ -30,11 +30,12 @@ from bsi.pictures import is_image
 from bsi.recipe import Recipe, flat
 from bsi.report.charts import Point
 from bsi.rng import standard_normal, subset
-from bsi.runtime.export import load
+from bsi.runtime.export import Trained, load
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.sampler import Sampler
 from bsi.sampling import evaluations
 from bsi.symbols import alphabet, beliefs, most_probable
+from bsi.values import Bins
 
 MAX_PICTURES, PICTURE_BYTES = 6, 32 << 20
 TEXT_BYTES, TEXT_STEPS, LONGEST = 1200, 7, 256  # of samples; steps and symbols of a text that is shown
@@ -194,8 +195,10 @@ def measure(
             path = Path(folder) / "belief.webp"
             animate_beliefs(model, Sampler(steps=STEPS), 0, None, ANIMATED, path)
             measured.animation = path.read_bytes()
-    name = run.recipe.data.name
-    dataset = find_dataset(name, run.data_version)
+    trained = model.origin
+    assert isinstance(trained, Trained)  # a loaded model
+    name = trained.dataset
+    dataset = find_dataset(name, trained.version)
     if dataset is None:
         measured.missing.append(f"no bound: the test set of {name} is not on this machine. Try `bsi data --list`.")
         return measured
@@ -232,7 +235,7 @@ def _affordable_evaluations(recipe: Recipe, model: Model) -> float:
     operations = OPERATIONS[model.device.type]
     if recipe.backbone is None:  # the user's own network: about two operations per parameter and position
         return operations / (2 * sum(p.numel() for p in model.parameters()) * math.prod(model.shape[1:]))
-    bins = None if model.bins is None else model.bins.count
+    bins = model.kind.count if isinstance(model.kind, Bins) else None
     return operations / cost(recipe.backbone, model.latent_shape, bins).flops
 
 

@@ -4,6 +4,7 @@
     images = model.sample(16)
 
 An export is a safetensors file: the weights, and in its metadata the recipe and the description of the data as JSON. A
+model of latents has those of its autoencoder too. A
 model that no recipe trained has a `ModelSpec` in place of the recipe. Neither can contain code. A network passed by the
 caller is never imported by name and must be passed again: `bsi.load(run, backbone=MyNet())`. Before a network is built,
 its shapes are compared with those of the weights, so that a small file cannot make the loader allocate a large network.
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from bsi import __version__
 from bsi.backbones import build
+from bsi.backbones.autoencoder import Autoencoder
 from bsi.backbones.config import BackboneConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.layers import Backbone
@@ -48,14 +50,16 @@ from bsi.methods.base import Parametrization
 from bsi.model import Model
 from bsi.progress import log
 from bsi.recipe import Recipe, check_name, from_plain, to_plain
-from bsi.runtime import checkpoint
+from bsi.runtime import autoencoders, checkpoint
+from bsi.runtime.autoencoders import StoredAutoencoder
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder, check_inside
-from bsi.values import Bins, DataKind, check_classes
+from bsi.values import Bins, DataKind, Latents, check_classes
 
 EXPORT_FORMAT = 1
 MODEL_FILE = "model.safetensors"  # the file name in a folder for the Hugging Face hub
 METADATA = "bsi"
+CODER = "autoencoder/"  # before the names of the autoencoder's weights
 BUNDLED = {"digits": Path(__file__).parents[1] / "pretrained" / "digits.safetensors"}  # `bsi.load("digits")`
 PACKAGE = "bsi_networks"  # the package of the extra `networks`: a folder for each network
 INSTALLABLE = ("cifar10", "cifar10-classes")  # what it holds
@@ -142,11 +146,19 @@ class Trained:
     weights: Mapping[str, Tensor]
     ema: bool = True
     sigma_rel: float | None = None
+    autoencoder: StoredAutoencoder | None = None
 
     @property
     def dataset(self) -> str:
-        """The name of the dataset, or the path of its folder."""
+        """The name of the dataset, or the path of its folder; for a model of latents, of the images."""
+        if isinstance(self.data.kind, Latents):
+            return self.data.kind.images
         return self.recipe.data.name if isinstance(self.recipe, Recipe) else self.data.name
+
+    @property
+    def version(self) -> str:
+        """The content of `dataset`."""
+        return self.data.kind.version if isinstance(self.data.kind, Latents) else self.data.version
 
     @property
     def unfinished(self) -> str:
@@ -171,14 +183,18 @@ class Trained:
                 f"the method {model.method!r} could not be loaded again by its name. Register it first: "
                 f"bsi.methods.register(name, {type(model.method).__name__})."
             )
-        data = DataSpec("", "", 0, model.shape, model.kind, model.classes or 0, model.class_names)
+        data = DataSpec("", "", 0, model.stored_shape, model.kind, model.classes or 0, model.class_names)
+        if not isinstance(model.autoencoder, StoredAutoencoder | None):
+            raise UsageError(f"an autoencoder of your own cannot be stored, got {type(model.autoencoder).__name__}.")
         config, denoiser, known = config_of(network, data), model.denoiser, model.origin
         weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
         own = class_name(network) if config is None else ""
         if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
-            return replace(known, network=own, weights=weights, ema=False, sigma_rel=None)
+            return replace(
+                known, network=own, weights=weights, ema=False, sigma_rel=None, autoencoder=model.autoencoder
+            )
         spec = ModelSpec(name, model.method, config, denoiser.parametrization, denoiser.sigma_data, denoiser.consistent)
-        return Trained(spec, data, own, 0, weights, ema=False)
+        return Trained(spec, data, own, 0, weights, ema=False, autoencoder=model.autoencoder)
 
     def about(self) -> dict[str, Any]:
         """The JSON in the metadata of an export, which `read` reads."""
@@ -198,7 +214,10 @@ def class_name(network: nn.Module) -> str:
 # ---- Building --------------------------------------------------------------------------------------------------------
 
 
-def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module | None = None) -> Model:
+def build_model(
+    recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module | None = None,
+    autoencoder: StoredAutoencoder | None = None,
+) -> Model:  # fmt: skip
     """Build the model of a recipe for the described data; `backbone` is the caller's own network."""
     if backbone is None:
         if recipe.backbone is None:
@@ -211,14 +230,15 @@ def build_model(recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module 
     return Model(
         backbone, recipe.method, data.shape, data=data.kind, parametrization=recipe.parametrization,
         sigma_data=recipe.sigma_data, class_names=data.class_names, consistent=consistent,
+        autoencoder=autoencoder,
     )  # fmt: skip
 
 
 def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
     """The config from which `build_model` would build this network for this data; None for any other network."""
-    if type(backbone) not in (DiT, UNet, MLP):  # a subclass may compute anything
+    if type(backbone) not in (DiT, UNet, MLP, Autoencoder):  # a subclass may compute anything
         return None
-    ours = cast(DiT | UNet | MLP, backbone)
+    ours = cast(DiT | UNet | MLP | Autoencoder, backbone)
     with torch.device("meta"):
         again = data.build(ours.config)
     same = repr(ours) == repr(again) and not differences(ours.state_dict(), again.state_dict())
@@ -282,7 +302,9 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
             raise CorruptCheckpoint(f"{where} is damaged: its weights are not those of {config} for {data.shape}.")
         with torch.device("meta"):
             _check_same(trained, data.build(config), where)
-    model = build_model(trained.recipe, data, backbone)
+    if isinstance(data.kind, Latents) and trained.autoencoder is not None:
+        autoencoders.checked(data.kind, trained.autoencoder, where)
+    model = build_model(trained.recipe, data, backbone, trained.autoencoder)
     set_weights(model, trained, where)
     model.origin = replace(trained, weights={})
     return model.eval()
@@ -311,7 +333,8 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
     while (found := checkpoint.find(root, log, step) if root.is_dir() else None) is not None:
         try:
             weights = checkpoint.read_tensors(found, "ema" if ema else "model")
-            return Trained.read({**found.state, "ema": ema}, weights)
+            trained = Trained.read({**found.state, "ema": ema}, weights)
+            return replace(trained, autoencoder=autoencoders.attached(trained.data.kind, path))
         except (OSError, safetensors.SafetensorError):
             if found.folder.exists():
                 raise
@@ -353,7 +376,13 @@ def _read_export(path: Path, step: int | None) -> Trained:
         given = json.loads(metadata[METADATA])
         if given["format"] != EXPORT_FORMAT:
             raise UsageError(f"{path} has export format {given['format']!r}, and this version reads {EXPORT_FORMAT}.")
-        return Trained.read(given, weights)
+        coder = {name: weights.pop(name) for name in [*weights] if name.startswith(CODER)}
+        trained = Trained.read(given, weights)
+        if not isinstance(trained.data.kind, Latents):
+            return trained
+        about = json.loads(metadata[autoencoders.METADATA])
+        coder = {name.removeprefix(CODER): tensor for name, tensor in coder.items()}
+        return replace(trained, autoencoder=StoredAutoencoder.of(about, coder, str(path)))
     except BsiError as error:
         if (written := given.get("bsi", __version__)) == __version__:
             raise
@@ -396,8 +425,12 @@ def export(
 
 def write_export(path: Path, trained: Trained) -> Path:
     """Write the file, atomically."""
+    weights, metadata = dict(trained.weights), {METADATA: json.dumps(trained.about())}
+    if trained.autoencoder is not None:
+        weights |= {f"{CODER}{name}": tensor for name, tensor in trained.autoencoder.tensors().items()}
+        metadata[autoencoders.METADATA] = json.dumps(trained.autoencoder.about)
     with atomic(path, "--out") as temporary:
-        safetensors.torch.save_file(dict(trained.weights), temporary, {METADATA: json.dumps(trained.about())})
+        safetensors.torch.save_file(weights, temporary, metadata)
         share(temporary)
     return path
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bsi.backbones.acceleration import form_of
-from bsi.backbones.config import CONTEXT, Memory, MLPConfig, training_memory
+from bsi.backbones.config import CONTEXT, DiTConfig, Memory, UNetConfig, training_memory
 from bsi.devices import available, compute_dtype, is_out_of_memory
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes
@@ -90,7 +90,7 @@ def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:
         f"{what}, with {had} samples at a time: --batch {recipe.batch} on {world.size} "
         f"rank{'s' if world.size > 1 else ''}, --accumulation {recipe.accumulation}. About {fits} fit"
     )
-    recompute = config is not None and not isinstance(config, MLPConfig) and not config.checkpoint
+    recompute = isinstance(config, DiTConfig | UNetConfig) and not config.checkpoint
     again = ", or --backbone.checkpoint, which stores less and computes it again" if recompute else ""
     shards = recipe.shards // world.size
     for pieces in () if recipe.audit else range(recipe.accumulation + 1, shards + 1):

@@ -7,6 +7,7 @@
     samples/          grids drawn during training
     averages/         power-function averages, if the recipe names any
     evaluations/      records of `bsi eval`
+    autoencoder.safetensors    of a model of latents
     lock.json         the process that trains in this folder, see bsi.training.lock
     replay-*.json     the inputs of a step whose loss or gradient was not finite
     trackers.json     the identifier that each tracker gave the run

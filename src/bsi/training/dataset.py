@@ -20,6 +20,7 @@ from bsi.errors import DataError, UsageError
 from bsi.io import digest, fingerprint
 from bsi.recipe import Recipe
 from bsi.rng import subset
+from bsi.runtime.autoencoders import StoredAutoencoder, attached
 from bsi.runtime.export import DataSpec
 from bsi.values import Bins, DataKind, Standardize, Symbols, check_finite
 
@@ -40,6 +41,7 @@ class TrainingData:
     spec: DataSpec
     labels: Labels | None
     note: str  # an assumption about the data, to be printed
+    autoencoder: StoredAutoencoder | None = None  # of latents
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,14 @@ def open_training_data(
 
     `run` is the folder of an interrupted run, by which a dataset that was renamed is found.
     """
-    name, version, names = recipe.data.name, "", tuple[str, ...]()
+    name, version, names, autoencoder = recipe.data.name, "", tuple[str, ...](), None
     if data is None:
         for what, given in (("test", test), ("kind", kind), ("labels", labels)):
             if given is not None:
                 raise UsageError(f"{what} was given without data. Pass data of your own with it, or leave {what} out.")
         dataset = open_for_run(name, run)
         name, version, kind = dataset.name, dataset.version, dataset.kind
+        autoencoder = attached(kind, dataset.folder)
         data, test = dataset.split("train"), dataset.test if len(dataset.test) else None
         if recipe.data.labels and dataset.labels is not None:
             labels, names = dataset.labels.train, dataset.labels.names
@@ -101,7 +104,7 @@ def open_training_data(
                 f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
             )
         tested = InFloat32(tested) if example.is_floating_point() else tested
-    return TrainingData(InFloat32(train) if floats else train, tested, spec, known, note)
+    return TrainingData(InFloat32(train) if floats else train, tested, spec, known, note, autoencoder)
 
 
 def _labels(given: object, count: int, name: str) -> Labels:

@@ -92,7 +92,8 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     world.broadcast(moments)
     mean, std = moments.tolist()
     single = len({*mean}) == len({*std}) == 1
-    return replace(data, kind=Standardize(mean[0], std[0]) if single else Standardize(tuple(mean), tuple(std)))
+    units = (mean[0], std[0]) if single else (tuple(mean), tuple(std))
+    return replace(data, kind=replace(data.kind, mean=units[0], std=units[1]))
 
 
 def restore(engine: Engine, found: Checkpoint | None, log: Log) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from bsi.backbones.acceleration import accelerate, check_fp8
 from bsi.backbones.layers import Backbone
+from bsi.data.store import AUTOENCODER
 from bsi.devices import compiles, compute_dtype, seconds_by_threads
 from bsi.errors import BsiError, Preempted, UsageError
 from bsi.methods import check_last_level
@@ -168,7 +169,7 @@ def train(
         with enough_to_train(recipe, spec, world, watchdog):
             half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
             torch.manual_seed(derive(recipe.seed, "init"))
-            model = build_model(recipe, spec, backbone)
+            model = build_model(recipe, spec, backbone, opened.autoencoder)
             _check_model(model, recipe)
             if init_from is not None and resumed.checkpoint is None:
                 set_weights(model, read_trained(Path(init_from)), str(init_from))
@@ -184,6 +185,8 @@ def train(
         done, journal = engine.steps_done, list[Sink]()
         if world.first:
             folder.write_record(record, named, spec.version, world)
+            if opened.autoencoder is not None:
+                opened.autoencoder.save(folder.path / AUTOENCODER)
             due = recipe.every.due(done, recipe.steps) if resumed.evaluation_pending else set()
             possible = ("evaluate", "sample") if opened.test is not None else ("sample",)
             journal.append(run_folder.JsonLines(folder, done, [name for name in possible if name in due]))

@@ -1,0 +1,291 @@
+"""Autoencoders for models of latents: ours and those of diffusers, their file, and datasets of latents.
+
+    bsi train autoencoder-f4 --data.name photos
+    bsi data latents --from photos --autoencoder runs/autoencoder-f4          # also a folder of diffusers
+    bsi train latents --data.name photos-latents
+    bsi sample runs/latents                                                   # images
+
+The file autoencoder.safetensors has the weights and, in its metadata, the class and the config as JSON. The dataset of
+latents, each run that is trained on it and each export hold a copy. Nothing in it can contain code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+
+from bsi.backbones.autoencoder import Autoencoder
+from bsi.backbones.config import AutoencoderConfig
+from bsi.data.files import BLOCK_BYTES
+from bsi.data.prepare import Block, Part, Plan
+from bsi.data.store import AUTOENCODER, SPLITS, open_dataset
+from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError, extra
+from bsi.io import atomic, canonical_json, read_json, share
+from bsi.recipe import from_plain, to_plain
+from bsi.rng import standard_normal, subset
+from bsi.values import Bins, DataKind, Latents
+
+METADATA = "autoencoder"
+OURS, DIFFUSERS = "bsi", ("AutoencoderKL", "AutoencoderTiny")  # classes
+PART = 1 << 22  # pixels that are encoded or decoded at a time
+MEASURED = 512  # training images that the precision of the decoder is measured on
+EXPECTED = "a run of `bsi train autoencoder-f4`, its export, or a folder of diffusers' AutoencoderKL or AutoencoderTiny"
+
+Image = Float[Tensor, "batch _ _ _"]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAutoencoder:
+    """A trained `bsi.latents.Autoencoder` in float32, with its description. Copies of a model share it."""
+
+    module: nn.Module
+    about: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> StoredAutoencoder:
+        """Build it without allocating more memory than the weights have."""
+        try:
+            with torch.device("meta"):
+                module = _module(str(about["class"]), about["config"], int(about["channels"]))
+            module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, BsiError):
+                raise
+            raise CorruptCheckpoint(f"the autoencoder of {where} is damaged: {error!s:.300}") from error
+        return cls(module.eval().requires_grad_(False), about)
+
+    def encode(self, x: Image) -> tuple[Image, Image]:
+        """Mean and standard deviation of the latents of images in [-1, 1]."""
+        mean, std = zip(*self._in_parts(self._coder(x).encode, x, x[0, 0].numel()), strict=True)
+        return torch.cat(mean), torch.cat(std)
+
+    def decode(self, z: Image) -> Image:
+        """Images in [-1, 1] of latents."""
+        pixels = z[0, 0].numel() * self.factor**2
+        return torch.cat(self._in_parts(self._coder(z).decode, z, pixels)).to(z.dtype)
+
+    @cached_property
+    def factor(self) -> int:
+        """How many times smaller latents are along each axis."""
+        if isinstance(self.module, Autoencoder):
+            return self.module.config.factor
+        return 2 ** (
+            len(self.about["config"].get("block_out_channels") or self.about["config"]["encoder_block_out_channels"])
+            - 1
+        )
+
+    @cached_property
+    def sha256(self) -> str:
+        """A hash of the description and the weights."""
+        digest = hashlib.sha256(canonical_json(self.about).encode())
+        for name, tensor in sorted(self.tensors().items()):
+            digest.update(f"{name} {tuple(tensor.shape)}\n".encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights on the host."""
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in self.module.state_dict().items()}
+
+    def save(self, path: Path) -> None:
+        """Write the file, atomically."""
+        with atomic(path) as temporary:
+            safetensors.torch.save_file(self.tensors(), temporary, {METADATA: json.dumps(self.about)})
+            share(temporary)
+
+    def __deepcopy__(self, memo: object) -> StoredAutoencoder:
+        return self
+
+    def _coder(self, like: Tensor) -> Any:
+        return self.module.to(like.device)
+
+    @torch.no_grad()
+    def _in_parts(self, function: Callable[[Image], Any], x: Image, pixels: int) -> list[Any]:
+        return [function(part) for part in x.float().split(max(1, PART // pixels))]
+
+
+def _module(name: str, config: Any, channels: int) -> nn.Module:
+    """An autoencoder of one of the known classes, with `encode` and `decode`."""
+    if name == OURS:
+        ours = from_plain(AutoencoderConfig, config, "the autoencoder")
+        return Autoencoder(ours, (channels, ours.factor, ours.factor))
+    if name not in DIFFUSERS:
+        raise UsageError(f"the autoencoder is a {name!s:.80}, expected {OURS}, {' or '.join(DIFFUSERS)}.")
+    with extra("diffusers", f"the autoencoder, {name},"):
+        import diffusers
+    return DiffusersAutoencoder(getattr(diffusers, name).from_config(dict(config)))
+
+
+class DiffusersAutoencoder(nn.Module):
+    """diffusers' `AutoencoderKL` or `AutoencoderTiny`, whose latents have no noise, as a `bsi.latents.Autoencoder`."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network: Any = network
+
+    def encode(self, x: Image) -> tuple[Image, Image]:
+        found = self.network.encode(x)
+        if hasattr(found, "latents"):
+            return found.latents, torch.zeros_like(found.latents)
+        return found.latent_dist.mean, found.latent_dist.std
+
+    def decode(self, z: Image) -> Image:
+        return self.network.decode(z).sample
+
+
+# ---- Opening ---------------------------------------------------------------------------------------------------------
+
+
+def open_autoencoder(path: str | Path) -> StoredAutoencoder:
+    """An autoencoder of ours, by its run, export or file; or one of diffusers, by its folder on this machine."""
+    path = Path(path).expanduser()
+    if (path / "config.json").is_file() and isinstance(about := read_json(path / "config.json"), dict):
+        if (name := about.get("_class_name")) in DIFFUSERS:
+            return _of_diffusers(path, str(name))
+        if name is not None:
+            raise UsageError(f"{path} holds a {name!s:.80}, not an autoencoder. Expected {EXPECTED}.")
+    if path.is_file() and (stored := _read(path)) is not None:
+        return stored
+    from bsi.runtime.export import read_trained  # which reads the autoencoders of models
+
+    try:
+        trained = read_trained(path)
+    except UsageError as error:
+        raise UsageError(f"{error} An autoencoder is {EXPECTED}.") from error
+    config = trained.recipe.backbone
+    if not isinstance(config, AutoencoderConfig):
+        raise UsageError(
+            f"{path} is a model of data, {type(config).__name__}, not an autoencoder. Expected {EXPECTED}."
+        )
+    about = {"class": OURS, "config": to_plain(config), "channels": trained.data.shape[0]}
+    return StoredAutoencoder.of(about, trained.weights, str(path))
+
+
+def _of_diffusers(path: Path, name: str) -> StoredAutoencoder:
+    with extra("diffusers", f"the autoencoder {path}"):
+        import diffusers
+    try:
+        network = getattr(diffusers, name).from_pretrained(path, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path} is not an {name} that `save_pretrained` wrote: {reason:.300}") from error
+    config = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    about = json.loads(json.dumps({"class": name, "config": config, "channels": config["in_channels"]}))
+    weights = {f"network.{key}": tensor for key, tensor in network.state_dict().items()}
+    return StoredAutoencoder.of(about, weights, str(path))
+
+
+def _read(path: Path) -> StoredAutoencoder | None:
+    """The autoencoder of a file; None if it is another file of safetensors."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = (file.metadata() or {}).get(METADATA)
+            if about is None or (file.metadata() or {}).keys() != {METADATA}:
+                return None
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise CorruptCheckpoint(f"{path} is damaged or not a safetensors file ({error}). Copy it again.") from error
+    return StoredAutoencoder.of(json.loads(about), weights, str(path))
+
+
+def attached(kind: DataKind, folder: Path) -> StoredAutoencoder | None:
+    """The autoencoder in the folder of a dataset or run for data of this kind; None if the data are not latents."""
+    if not isinstance(kind, Latents):
+        return None
+    path = folder / AUTOENCODER
+    stored = _read(path) if path.is_file() else None
+    if stored is None:
+        raise DataError(f"{path} is missing, which decodes the latents. Copy it from the dataset of the latents.")
+    return checked(kind, stored, str(path))
+
+
+def checked(kind: Latents, stored: StoredAutoencoder, where: str) -> StoredAutoencoder:
+    """The autoencoder, if it is the one that the latents were encoded by."""
+    if stored.sha256 != kind.autoencoder:
+        expected = f"expected sha256 {kind.autoencoder[:16]}, got {stored.sha256[:16]}"
+        raise CorruptCheckpoint(f"the autoencoder of {where} is not the one of the latents: {expected}.")
+    return stored
+
+
+# ---- Datasets of latents ---------------------------------------------------------------------------------------------
+
+
+def plan_latents(path: str, autoencoder: str, device: torch.device) -> Plan:
+    """The plan of encoding the images of a prepared dataset, both splits, with their labels."""
+    dataset = open_dataset(path)
+    bins = dataset.bins
+    if bins is None or len(dataset.shape) != 3 or (bins.low, bins.high) != (-1.0, 1.0):
+        found = f"{path} holds samples of shape {dataset.shape} with {dataset.kind!s:.80}"
+        raise UsageError(f"{found}, expected images with values from -1 to 1. Prepare some with `bsi data folder`.")
+    stored = open_autoencoder(autoencoder)
+    if dataset.shape[0] != stored.about["channels"]:
+        found = f"{autoencoder} takes images with {stored.about['channels']} channels, got {path} of {dataset.shape}"
+        raise UsageError(f"{found}. Prepare the images with --channels {stored.about['channels']}.")
+    fit = min(len(dataset.train), MEASURED)
+    x = torch.from_numpy(np.array(dataset.split("train")[subset(len(dataset.train), fit)])).to(device)
+    mean, _ = _encoded(stored, bins, x[:1], f"{path} of {dataset.shape}")
+    kind = Latents(
+        0.0, 1.0, dataset.shape, bins.count, _precision(stored, bins, x), dataset.name, dataset.version, stored.sha256
+    )
+    labels = {split: None if dataset.labels is None else getattr(dataset.labels, split) for split in SPLITS}
+    parts = [
+        Part(len(rows), partial(_blocks, stored, bins, rows, labels[split], split, device))
+        for split in SPLITS
+        if len(rows := getattr(dataset, split))
+    ]
+    return Plan(
+        name=f"{dataset.name}-latents", source=f"latents of {dataset.name}", shape=(2 * mean.shape[1], *mean.shape[2:]),
+        kind=kind, options={"images": dataset.name, "autoencoder": stored.sha256}, input=dataset.version, parts=parts,
+        label_dtype=None if dataset.labels is None else dataset.labels.train.dtype, classes=dataset.manifest.classes,
+        extra={AUTOENCODER: stored.save},
+    )  # fmt: skip
+
+
+def _encoded(stored: StoredAutoencoder, bins: Bins, x: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Mean and std of the latents. Raises for images that do not come back in their own shape."""
+    try:
+        mean, std = stored.encode(bins.values(x))
+        shape = tuple(stored.decode(mean[:1]).shape[1:])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        fix = f"Use images with sides that are multiples of {stored.factor}"
+        raise UsageError(f"the autoencoder cannot encode {where}. {fix}: {reason:.200}") from error
+    if shape != x.shape[1:]:
+        fix = f"Use images with sides that are multiples of {stored.factor}."
+        raise UsageError(
+            f"the autoencoder returns images of {shape} for {where}, got latents of {mean.shape[1:]}. {fix}"
+        )
+    return mean, std
+
+
+def _precision(stored: StoredAutoencoder, bins: Bins, index: Tensor) -> float:
+    """1 / the mean squared error of reconstructions, at least that of rounding to a bin."""
+    squares, count = 0.0, 0
+    for ids in torch.arange(len(index), device=index.device).split(64):
+        x = bins.values(index[ids])
+        mean, std = stored.encode(x)
+        x_hat = stored.decode(mean + std * standard_normal(0, ids, 0, tuple(mean.shape[1:])))
+        squares, count = squares + float((x_hat - x).double().square().sum()), count + x.numel()
+    return 1 / max(squares / count, bins.width**2 / 12)
+
+
+def _blocks(
+    stored: StoredAutoencoder, bins: Bins, rows: np.ndarray, labels: Integer[np.ndarray, " n"] | None, split: str,
+    device: torch.device, start: int,
+) -> Iterator[Block]:  # fmt: skip
+    each = max(1, min(256, BLOCK_BYTES // max(1, 4 * rows[:1].size)))
+    for first in range(start, len(rows), each):
+        here = slice(first, first + each)
+        found = stored.encode(bins.values(torch.from_numpy(np.array(rows[here])).to(device)))
+        yield Block(torch.cat(found, 1).cpu().numpy(), split == "test", None if labels is None else labels[here])

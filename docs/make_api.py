@@ -17,7 +17,9 @@ SECTIONS = {
     "Model": ["bsi.model"],
     "Methods": ["bsi.methods.base", "bsi.methods.bsi", "bsi.methods.bfn", "bsi.methods.vdm"],
     "Data as numbers": ["bsi.values", "bsi.likelihood"],
-    "Training and bounds": ["bsi.denoiser", "bsi.objective", "bsi.elbo", "bsi.bound", "bsi.latents", "bsi.levels", "bsi.gaussian"],
+    "Training and bounds": [
+        "bsi.denoiser", "bsi.objective", "bsi.elbo", "bsi.bound", "bsi.latents", "bsi.levels", "bsi.gaussian",
+    ],
     "Sampling": [
         "bsi.sampler", "bsi.sampling", "bsi.solvers", "bsi.grids",
         "bsi.conditioning", "bsi.flow", "bsi.rng", "bsi.brownian",

@@ -258,6 +258,9 @@ class Density(nn.Module):
     ) -> Elbo:
         """The bound of each sample, by default with the paper's `measure` levels and `recon` reconstructions.
 
+        For a model of latents, images (integers) have a bound through the autoencoder, see `bsi.latents`, and stored
+        latents (floats) one of their own.
+
         The other arguments are those of `bsi.elbo.Estimator`. `proposal="fitted"` and `target_error` together reach a
         given error with the fewest evaluations. With `finite_k`, a `variance` or its kind makes the bound tighter: see
         `fit_variance`. The result prints with its errors; its `nats` has the bound of each sample.

@@ -67,6 +67,7 @@ def audit(run: EvaluatedRun, split: Split, limit: int, steps: int, kind: str, dr
         kind: The predictive variance of the finite bound and the code: see `bsi.variance.named_variance`.
         draws: Positions in the bins for the flow: see `Model.log_likelihood`.
     """
+    run.model.check_direct("an audit")
     subject, model = evaluated(run, split, limit), run.model
     data = as_source(split.rows, model.device).take(subset(len(split.rows), subject.count))
     rows: list[Likelihood] = []

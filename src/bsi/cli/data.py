@@ -21,7 +21,7 @@ from bsi.progress import log
 from bsi.values import Latents, Standardize, Symbols
 
 if TYPE_CHECKING:
-    from bsi.data.prepare import Plan, Source
+    from bsi.data.prepare import Preparation, Source
 
 COMMON = ("name", "from_", "to", "list_", "verify", "json")  # the other options belong to sources
 SHOWN = 10  # class names in a line
@@ -36,7 +36,7 @@ class LatentsOf:
     path: str
     autoencoder: str | None = None
 
-    def plan(self) -> Plan:
+    def plan(self) -> Preparation:
         if self.autoencoder is None:
             fix = "Train one with `bsi train autoencoder-f4 --data.name DATASET`, or use a folder of diffusers."
             raise UsageError(f"latents need --autoencoder RUN. {fix}")

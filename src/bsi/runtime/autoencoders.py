@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from bsi.backbones.autoencoder import Autoencoder
 from bsi.backbones.config import AutoencoderConfig
 from bsi.data.files import BLOCK_BYTES
-from bsi.data.prepare import Block, Part, Plan
+from bsi.data.prepare import Block, Part, Preparation
 from bsi.data.store import AUTOENCODER, SPLITS, open_dataset
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError, extra
 from bsi.io import atomic, canonical_json, read_json, share
@@ -221,7 +221,7 @@ def checked(kind: Latents, stored: StoredAutoencoder, where: str) -> StoredAutoe
 # ---- Datasets of latents ---------------------------------------------------------------------------------------------
 
 
-def plan_latents(path: str, autoencoder: str, device: torch.device) -> Plan:
+def plan_latents(path: str, autoencoder: str, device: torch.device) -> Preparation:
     """The plan of encoding the images of a prepared dataset, both splits, with their labels."""
     dataset = open_dataset(path)
     bins = dataset.bins
@@ -244,7 +244,7 @@ def plan_latents(path: str, autoencoder: str, device: torch.device) -> Plan:
         for split in SPLITS
         if len(rows := getattr(dataset, split))
     ]
-    return Plan(
+    return Preparation(
         name=f"{dataset.name}-latents", source=f"latents of {dataset.name}", shape=(2 * mean.shape[1], *mean.shape[2:]),
         kind=kind, options={"images": dataset.name, "autoencoder": stored.sha256}, input=dataset.version, parts=parts,
         label_dtype=None if dataset.labels is None else dataset.labels.train.dtype, classes=dataset.manifest.classes,

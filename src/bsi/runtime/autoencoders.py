@@ -221,9 +221,9 @@ def checked(kind: Latents, stored: StoredAutoencoder, where: str) -> StoredAutoe
 # ---- Datasets of latents ---------------------------------------------------------------------------------------------
 
 
-def plan_latents(path: str, autoencoder: str, device: torch.device) -> Preparation:
+def plan_latents(path: str | Path, autoencoder: str | Path, device: torch.device | str = "cpu") -> Preparation:
     """The plan of encoding the images of a prepared dataset, both splits, with their labels."""
-    dataset = open_dataset(path)
+    dataset, device = open_dataset(path), torch.device(device)
     bins = dataset.bins
     if bins is None or len(dataset.shape) != 3 or (bins.low, bins.high) != (-1.0, 1.0):
         found = f"{path} holds samples of shape {dataset.shape} with {dataset.kind!s:.80}"

@@ -1,4 +1,4 @@
-"""`bsi bench` times training, sampling and the bound, and compares the fast form with float32."""
+"""`bsi bench` times training, sampling and the bound; a script compares the fast form with float32."""
 
 import json
 import math
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bsi.backbones import DiTConfig, UNetConfig, cost, resolve
+from bsi.backbones import DiTConfig, cost, resolve
 from bsi.backbones.config import CONTEXT, training_memory
 from bsi.cli.bench import Bench
 from bsi.errors import UsageError
-from bsi.evaluation.speed import Agreement, Case, Start, check, measure, since_process_start
+from bsi.evaluation.speed import Case, measure, since_process_start
 from bsi.runtime.out_of_memory import MOST
 
 SMALL = DiTConfig(width=32, depth=1, heads=2, patch=4)
@@ -37,25 +37,21 @@ def case(work: str, method: str = "bsi", backbone=SMALL) -> Case:
     ("work", "method", "evaluations", "passes"),
     [("train", "bsi", 1, 3), ("sample", "bsi", 9, 1), ("sample", "vdm", 8, 1), ("elbo", "bsi", 1, 1)],
 )
-def test_a_speed_is_the_cost_of_the_work_over_its_time(work, method, evaluations, passes):
-    found = measure(case(work, method), repeats=1, matmul_tflops=0.01)
+def test_a_speed_is_the_cost_of_the_work_over_its_time(work, method, evaluations, passes, quick):
+    found = measure(case(work, method), repeats=1)
     seconds = found.milliseconds / 1e3
     assert found.images_per_s == pytest.approx(4 * evaluations / seconds)
     flops = cost(SMALL, (3, 16, 16), 256).flops
     assert found.tflops == pytest.approx(passes * 4 * evaluations * flops / seconds / 1e12)
-    assert found.fraction == pytest.approx(found.tflops / 0.01)
+    assert found.fraction == pytest.approx(found.tflops / 0.5)
     assert math.isnan(found.peak_gib)  # a CPU has no peak memory of one process
 
 
-def test_the_time_to_the_first_step_is_the_sum_of_its_parts():
+def test_the_time_to_the_first_step_is_the_sum_of_its_parts(quick):
     before = since_process_start()
-    cold = measure(case("train"), repeats=1, matmul_tflops=1.0)
+    cold = measure(case("train"), repeats=1)
     assert list(cold.first_step_parts_s) == ["imports", "build", "noise", "step"]
     assert before < cold.first_step_s == pytest.approx(sum(cold.first_step_parts_s.values()))
-    again = since_process_start()
-    warm = measure(case("elbo"), repeats=1, matmul_tflops=1.0, start=Start(again))
-    assert list(warm.first_step_parts_s) == ["build", "step"]
-    assert 0 < warm.first_step_s <= since_process_start() - again
     assert not cold.recorded  # that needs a GPU
 
 
@@ -82,31 +78,24 @@ def test_a_step_that_exceeds_the_host_memory_is_rejected(gib, answer, monkeypatc
         assert MOST * (memory.bytes(int(fits[0])) - CONTEXT) <= gib * 2**30
 
 
-def test_a_failed_check_is_reported_and_is_exit_code_1(quick, monkeypatch, capsys):
-    monkeypatch.setattr("bsi.evaluation.speed.check", lambda case: Agreement(math.nan, 2e-4, 1e-4))
-    assert replace(TINY, check=True, json=True).execute() == 1
-    out, err = capsys.readouterr()
-    assert "output nan, gradient 2.0e-04 from float32, tolerance 1e-04: BROKEN" in err
-    assert json.loads(out)["check"] == {"output": None, "gradient": 2e-4, "tolerance": 1e-4, "holds": False}
+@pytest.mark.parametrize("backbone", ["dit-mini/4", "unet-16x1"])
+def test_the_fast_form_of_a_network_agrees_with_float32(backbone, monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "docs" / "benchmarks" / "agreement.py"
+    words = [script.name, "--backbone", backbone, "--size", "16", "--batch", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert "output 0.0e+00, gradient 0.0e+00" in capsys.readouterr().out  # on a CPU they are the same
 
 
-@pytest.mark.parametrize("backbone", [SMALL, UNetConfig(width=16, levels=1)], ids=["dit", "unet"])
-def test_the_fast_form_of_a_network_agrees_with_float32(backbone):
-    agreement = check(case("train", backbone=backbone), batch=2)
-    assert agreement.holds
-    assert agreement.output == agreement.gradient == 0.0  # on a CPU they are the same
-
-
-def test_the_command_prints_one_object_for_each_method(capsys):
-    assert replace(TINY, method="all", json=True).execute() == 0
-    records = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
-    assert [record["method"] for record in records] == ["bsi", "bfn", "vdm"]
-    assert all(record["images_per_s"] > 0 and record["parameters"] > 0 for record in records)
-    names = "work backbone shape batch lean device tflops matmul_tflops fraction first_step_s"
-    assert all(set(names.split()) <= set(record) for record in records)
-    assert all((record["precision"], record["dtype"]) == ("auto", "float32") for record in records)
-    assert all(record["peak_gib"] is None for record in records)  # JSON has no NaN
-    assert [next(iter(record["first_step_parts_s"])) for record in records] == ["imports", "build", "build"]
+def test_the_command_prints_a_record(capsys):
+    assert replace(TINY, json=True).execute() == 0
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    names = "work backbone shape batch lean device method tflops matmul_tflops fraction first_step_s"
+    assert set(names.split()) <= set(record)
+    assert record["images_per_s"] > 0
+    assert (record["precision"], record["dtype"], record["peak_gib"]) == ("auto", "float32", None)
+    assert next(iter(record["first_step_parts_s"])) == "imports"
 
 
 def test_the_printed_speed_names_its_unit(quick, capsys):

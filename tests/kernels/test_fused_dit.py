@@ -1,7 +1,7 @@
 """The fused blocks of a DiT equal its plain blocks, dropout included, in Triton's interpreter.
 
-cuBLASLt needs a GPU: its products are replaced by PyTorch's, in float32. `bsi bench train --check` compares the real
-kernels with float32 on a GPU.
+cuBLASLt needs a GPU: its products are replaced by PyTorch's, in float32. The script
+docs/benchmarks/agreement.py compares the real kernels with float32 on a GPU.
 """
 
 import pytest

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from bsi import devices
 from bsi.backbones import config
-from bsi.cli.options import Count, Device
+from bsi.cli.options import Count, Device, Json, answer
 from bsi.errors import UsageError
-from bsi.progress import log, readable_bytes
-
-if TYPE_CHECKING:
-    from bsi.evaluation.speed import Agreement, Speed
+from bsi.progress import readable_bytes
 
 
 @dataclass(frozen=True)
@@ -32,13 +28,12 @@ class Bench:
     size: Count = 32  # Height and width of the images, which have three channels.
     precision: devices.Precision = "auto"
     """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
-    method: Literal["bsi", "bfn", "vdm", "all"] = "bsi"  # The method; all three cost the same.
+    method: Literal["bsi", "bfn", "vdm"] = "bsi"  # The method; all three cost the same.
     lean: bool = False  # Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU.
     record: bool = True  # With --no-record training steps are not recorded and replayed as a CUDA graph.
     repeats: Count = 5  # Number of measurements.
-    check: bool = False  # First compare with float32 in eager mode, on random inputs.
     device: Device = None
-    json: bool = False  # Print one JSON object per method on stdout.
+    json: Json = False
 
     def execute(self) -> int:
         backbone, shape = config.resolve(self.backbone), (3, self.size, self.size)
@@ -73,36 +68,17 @@ class Bench:
                     f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
                     + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
                 )
-        names = ("work", "backbone", "batch", "precision", "lean")
+        names = ("work", "backbone", "batch", "precision", "lean", "method")
         settings = {name: getattr(self, name) for name in names} | {"shape": shape, "dtype": devices.type_name(half)}
         settings["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        matmul, code = None, 0
-        for method in ("bsi", "bfn", "vdm") if self.method == "all" else (self.method,):
-            case = speed.Case(
-                self.work, backbone, shape, self.batch, method, self.precision, self.lean, device, self.record
-            )
-            record = {**settings, "method": method}
-            if self.check:
-                found = speed.check(case)
-                start.lap("check")
-                record["check"] = _record(found) | {"holds": found.holds}
-                code = code if found.holds else 1
-                log(
-                    f"check: output {found.output:.1e}, gradient {found.gradient:.1e} from float32, tolerance "
-                    f"{found.tolerance:.0e}: {'holds' if found.holds else 'BROKEN'}"
-                )
-            with devices.enough_for_batch(self.batch, "--batch", device):
-                measured = speed.measure(case, self.repeats, matmul, start)
-            matmul = measured.matmul_tflops
-            record |= _record(measured)
-            print(json.dumps(record, allow_nan=False) if self.json else _line(record), flush=True)
-            start = speed.Start(speed.since_process_start())
-        return code
-
-
-def _record(found: Agreement | Speed) -> dict[str, Any]:
-    """The fields, with None instead of NaN, which JSON does not have."""
-    return {name: None if value != value else value for name, value in asdict(found).items()}
+        case = speed.Case(
+            self.work, backbone, shape, self.batch, self.method, self.precision, self.lean, device, self.record
+        )
+        with devices.enough_for_batch(self.batch, "--batch", device):
+            measured = asdict(speed.measure(case, self.repeats, start))
+        # JSON has no NaN.
+        record = settings | {name: None if value != value else value for name, value in measured.items()}
+        return answer(self.json, record, _line(record))
 
 
 def _line(r: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -11,10 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from bsi.cli.options import Json, answer
-from bsi.io import data_folder
-from bsi.progress import readable_bytes
 
-ENOUGH_DISK = 2 << 30  # bytes: a prepared CIFAR-10, the Inception weights and a few checkpoints
 EXTRAS = {
     "view": "`bsi view`",
     "figures": "the figures of `bsi study`",
@@ -57,11 +53,11 @@ class Doctor:
 def examine() -> Iterator[Check]:
     """All checks. An error in one of them is reported as its result and does not affect the others."""
     yield Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}", required=True)
-    for name, checks in {"packages": _packages, "torch": _torch, "data": _data}.items():
+    for name, checks in {"packages": _packages, "torch": _torch}.items():
         try:
             yield from checks()
         except Exception as error:  # a broken installation may raise anything
-            yield Check(name, "broken", f"{type(error).__name__}: {error}", required=name != "data")
+            yield Check(name, "broken", f"{type(error).__name__}: {error}", required=True)
 
 
 def _packages() -> Iterator[Check]:
@@ -91,16 +87,3 @@ def _torch() -> Iterator[Check]:
     else:
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if torch.version.cuda else ""
         yield Check("gpu", "missing", "none found. Small models train on the CPU.", fix)
-
-
-def _data() -> Iterator[Check]:
-    from bsi.data.store import prepared
-
-    root = data_folder()
-    names = ["digits (in the package)", *sorted(path.name for path in prepared(root))]
-    yield Check("datasets", "ok", f"{', '.join(names)}; in {root}")
-    existing = next(path for path in (root, *root.parents) if path.exists())
-    free, writable = shutil.disk_usage(existing).free, os.access(existing, os.W_OK | os.X_OK)  # a file lacks X
-    found = f"{readable_bytes(free)} free in {existing}" if writable else f"{existing} is no folder or is read-only"
-    state = "ok" if writable and free > ENOUGH_DISK else "missing"
-    yield Check("disk", state, found, "set BSI_DATA to a folder on another disk")

@@ -1,4 +1,4 @@
-"""How fast a network trains, samples and evaluates the bound, and how far its fast form is from float32.
+"""How fast a network trains, samples and evaluates the bound.
 
 The training step is the trainer's own (`Engine.step`): noise, levels, loss, backward, clipping, AdamW, EMA. Sampling
 and the bound count images times network evaluations. Times are the median of repeats after a warm-up, from an idle
@@ -8,8 +8,6 @@ device to an idle device, and are compared with large matrix products on the sam
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
 import math
 import os
 import statistics
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
 from bsi.backbones.acceleration import accelerate, freeze
@@ -44,10 +42,6 @@ Action = Callable[[], object]
 BINS = Bins.uint8()
 SAMPLING_STEPS = 8
 WARM_STEPS = {"cpu": 1, "cuda": PLAIN_STEPS + 1}  # steps until a training step has been recorded and replayed once
-# Rounding at every operation of a deep network; float32 differs only in the order of its sums. fp8 has four bits for
-# weights and activations, and three for gradients.
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, None: 1e-4}
-TOLERANCE_FP8 = 0.2
 TRAINING_COST = 3  # forward passes that a forward and a backward pass cost
 
 
@@ -70,8 +64,8 @@ class Case:
 class Speed:
     """The result. `fraction` is relative to plain matrix products, measured in the same process.
 
-    `first_step_s` is from the start of the process to the end of the first step, and `first_step_parts_s` its parts; of
-    a later case in the same process, from the start of that case. `recorded`: a step is a CUDA graph.
+    `first_step_s` is from the start of the process to the end of the first step, and `first_step_parts_s` its parts.
+    `recorded`: a step is a CUDA graph.
     """
 
     images_per_s: float
@@ -89,10 +83,10 @@ class Speed:
 
 
 class Start:
-    """The parts of the time from `since` to the first step, in seconds; 0 is the start of the process."""
+    """The parts of the time from the start of the process to the first step, in seconds."""
 
-    def __init__(self, since: float = 0.0) -> None:
-        self._last, self.parts_s = since, dict[str, float]()
+    def __init__(self) -> None:
+        self._last, self.parts_s = 0.0, dict[str, float]()
 
     def lap(self, part: str) -> None:
         """End a part that began with the last lap."""
@@ -110,11 +104,10 @@ def since_process_start() -> float:
         return math.nan
 
 
-def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, start: Start | None = None) -> Speed:
+def measure(case: Case, repeats: int = 5, start: Start | None = None) -> Speed:
     """Time one case: the median of `repeats` measurements.
 
     Args:
-        matmul_tflops: Of an earlier case in the same process, so that it is not measured again.
         start: The parts of the time to the first step before this call.
     """
     if start is None:
@@ -123,8 +116,6 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
     torch.manual_seed(0)
     cuda = case.device.type == "cuda"
     if cuda:
-        gc.collect()
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
     with contextlib.ExitStack() as stack:
         engine, parts = None, list[tuple[str, Action]]()
@@ -145,7 +136,7 @@ def measure(case: Case, repeats: int = 5, matmul_tflops: float | None = None, st
     costs = cost(case.backbone, case.shape, BINS.count)
     tflops = images * costs.flops * (TRAINING_COST if case.work == "train" else 1) / seconds / 1e12
     peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if cuda else math.nan
-    reachable = matmul_tflops or measure_matmul(case.device, case.precision)
+    reachable = measure_matmul(case.device, case.precision)
     return Speed(
         images_per_s=images / seconds, milliseconds=1e3 * seconds, spread=(max(times) - min(times)) / seconds,
         tflops=tflops, matmul_tflops=reachable, fraction=tflops / reachable, peak_gib=peak,
@@ -241,42 +232,3 @@ def _accelerate(network: nn.Module, case: Case) -> None:
     assert isinstance(network, Backbone)
     network.compute_dtype = compute_dtype(case.precision, case.device)
     accelerate(network, case.device, case.lean, fp8=case.precision == "fp8")
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Relative distance |fast - reference| / |reference| of outputs and of gradients, and its tolerance."""
-
-    output: float
-    gradient: float
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        return self.output <= self.tolerance and self.gradient <= self.tolerance
-
-
-def check(case: Case, batch: int = 8) -> Agreement:
-    """Compare the fast form of a network with float32, eager, on new random inputs."""
-    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
-    with case.device:
-        reference = build(case.backbone, case.shape, BINS.count).train()
-    for parameter in reference.parameters():
-        if not bool(parameter.any()):
-            nn.init.normal_(parameter, std=0.02)  # a layer of zeros would hide the layers before it
-    fast = copy.deepcopy(reference)
-    _accelerate(fast, case)
-    x, direction = (torch.randn(batch, *case.shape, device=case.device) for _ in range(2))
-    t = torch.rand(batch, device=case.device)
-
-    def run(network: nn.Module) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
-        output = network(x, t)
-        gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()))
-        return output.detach(), torch.cat([g.flatten() for g in gradients])
-
-    output, gradient = (
-        float((found - expected).norm() / expected.norm())
-        for expected, found in zip(run(reference), run(fast), strict=True)
-    )
-    return Agreement(output, gradient, TOLERANCE_FP8 if case.precision == "fp8" else TOLERANCE[fast.compute_dtype])

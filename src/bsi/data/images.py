@@ -103,7 +103,7 @@ def pixels(
 
 
 class ImageList(NamedTuple):
-    """Images that `load` opens by number, with an error that begins with the name."""
+    """A list of images. `load(i)` opens the i-th one; its errors begin with `names[i]`."""
 
     names: Sequence[str]
     load: Callable[[int], Image.Image]

@@ -74,7 +74,7 @@ def _require(path: Path, found: Collection[str], names: Iterable[str], instead: 
 
 
 def _read(file: Any, size: int) -> bytes:
-    """The content, or somewhat more than `size` bytes of it. In pieces: a long read of an archive is rejected."""
+    """Read the content, at most one piece more than `size` bytes. Long reads of an archive are rejected."""
     return b"".join(itertools.islice(iter(partial(file.read, PIECE), b""), size // PIECE + 1))
 
 

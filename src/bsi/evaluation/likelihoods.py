@@ -32,7 +32,7 @@ from bsi.variance import Variance, transition_kl
 MEASURE, RECON = 20, 2
 CODED_TOGETHER = 8  # samples in a batch of the codec: the error of the coded size comes from differences of batches
 TOLERANCE = 1e-2  # of the flow, in nats
-UNORDERED = 3.0  # standard errors from which on a wrong order is reported
+UNORDERED = 3.0  # a wrong order by more standard errors than this is reported
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ def audit(run: EvaluatedRun, split: Split, limit: int, steps: int, kind: str, dr
         draws: Positions in the bins for the flow: see `Model.log_likelihood`.
     """
     run.model.check_direct("an audit")
-    subject, model = evaluated(run, split, limit), run.model
-    data = as_source(split.rows, model.device).take(subset(len(split.rows), subject.count))
+    on_data, model = evaluated(run, split, limit), run.model
+    data = as_source(split.rows, model.device).take(subset(len(split.rows), on_data.count))
     rows: list[Likelihood] = []
 
     def bound(name: str, k: int | None, variance: Variance | None = None) -> Elbo:
         estimator = Estimator(MEASURE, RECON, finite_k=k, seed=seed)
-        found = estimate(replace(subject, variance=variance), estimator, progress=True)
+        found = estimate(replace(on_data, variance=variance), estimator, progress=True)
         rows.append(Likelihood(f"bound, {name}", float(found), found.monte_carlo_error, len(found.nats)))
         return found
 
@@ -96,7 +96,7 @@ def audit(run: EvaluatedRun, split: Split, limit: int, steps: int, kind: str, dr
         "order": [{**asdict(each), "holds": each.holds} for each in order],
         "ordered": all(each.holds for each in order),
         "data_error": infinite.data_error if math.isfinite(infinite.data_error) else None,
-        "samples": subject.count, "steps": steps, "variance": kind, "draws": draws, "seed": seed,
+        "samples": on_data.count, "steps": steps, "variance": kind, "draws": draws, "seed": seed,
         **split.record(), **run.record(),
     }  # fmt: skip
 

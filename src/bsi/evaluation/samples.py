@@ -150,7 +150,7 @@ class SampleFile:
         return self.folder / f"{ids.start:09d}.npy"
 
     def _exists(self, ids: range) -> bool:
-        """Whether a part is complete. The last part of a smaller number of samples is not: it is drawn again."""
+        """Whether a part is complete. The last part of an earlier, smaller number of samples is drawn again."""
         try:
             return len(np.load(self._part(ids), mmap_mode="r", allow_pickle=False)) == len(ids)
         except (OSError, ValueError, EOFError):

@@ -49,7 +49,7 @@ Verdict = Literal["held", "not held", "undecided"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its standard error; 0 where the value is exact. Of a difference also the smallest practical size."""
+    """A value and its standard error, 0 for an exact value. For a difference, `size` is the smallest practical one."""
 
     value: float
     error: float

@@ -66,7 +66,7 @@ def named_studies(name: str, scale: Scale) -> list[Study]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A job and the first study that needs it. It is done if its result exists; a training also if nothing needs it."""
+    """A job and the first study that needs it. A training is also done if no missing result needs its network."""
 
     job: Job
     study: str

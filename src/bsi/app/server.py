@@ -176,9 +176,8 @@ class Guard:
         await answer(scope, receive, send_with_headers)
 
     def _rejection(self, given: str, headers: Headers) -> Response | None:
-        if not secrets.compare_digest(
-            given.encode(), f"{self.token}/".encode()
-        ):  # takes the same time for all wrong tokens
+        # The comparison takes the same time for all wrong tokens.
+        if not secrets.compare_digest(given.encode(), f"{self.token}/".encode()):
             return _error(403, "open the complete address that `bsi view` printed, with its token")
         hosts = headers.getlist("host")
         name = hosts[0].rpartition(":")[0] or hosts[0] if hosts else ""

@@ -213,8 +213,8 @@ def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, flo
 
     header, _ = unpack(blob)
     with model.evaluating():
-        subject = replace(model.on(index[:MEASURED]), variance=read_variance(header.variance, model))
-        found = rate_distortion(subject, header.steps)
+        on_data = replace(model.on(index[:MEASURED]), variance=read_variance(header.variance, model))
+        found = rate_distortion(on_data, header.steps)
     return {"rate_bits_per_dim": found.bits_per_dim[steps], "squared_error": found.squared_error[steps]}
 
 

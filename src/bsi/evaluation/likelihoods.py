@@ -136,7 +136,7 @@ def _flow(model: Model, data: Tensor, draws: int, seed: int, n: int) -> Likeliho
 
 @dataclass(frozen=True)
 class RateDistortion:
-    """What the first j = 0 .. k steps of a chain cost and convey, on average over the samples.
+    """The cost of the first j = 0 .. k steps of a chain and the error of their prediction, on average over the samples.
 
     Args:
         bits_per_dim: The cost of the first j steps. Of all k steps it is the bound without the reconstruction term.

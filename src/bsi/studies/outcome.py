@@ -254,8 +254,8 @@ class Study:
 
     def command(self, scale: Scale) -> str:
         """The command that repeats it at a scale."""
-        asked = scale.asked_seeds is not None and self.takes_seeds(scale)
-        seeds = f" --seeds {scale.asked_seeds}" if asked else ""
+        requested = scale.requested_seeds is not None and self.takes_seeds(scale)
+        seeds = f" --seeds {scale.requested_seeds}" if requested else ""
         return f"bsi study {self.name} --scale {scale.name}{seeds} --out FOLDER"
 
 

@@ -68,15 +68,15 @@ class Scale:
     name: str
     summary: str
     studies: tuple[str, ...] | None = None  # the studies that this scale is for; None for all of them
-    asked_seeds: int | None = None  # the number of seeds given by --seeds, in place of the scale's own
+    requested_seeds: int | None = None  # by --seeds, in place of the scale's own
     throughput: Throughput
 
     # Networks
     comparisons: tuple[Comparison, ...]  # the first one is shown in figures
     architecture: Comparison  # the comparison with the other backbone
     parameters: Comparison  # of the parameter studies; the paper trains them for fewer steps
-    convergence: RecipeOf  # whose samples are drawn in few and many steps; the paper takes ImageNet64
-    profiled: RecipeOf  # whose range of h / p is measured; the paper takes CIFAR-10
+    convergence: RecipeOf  # its samples are drawn in few and many steps; the paper takes ImageNet64
+    profiled: RecipeOf  # its range of h / p is measured; the paper takes CIFAR-10
 
     # Samples
     metric: MetricName
@@ -111,7 +111,7 @@ class Scale:
         comparisons = tuple(replace(c, seeds=seeds) if len(c.methods) > 1 else c for c in self.comparisons)
         architecture, parameters = (replace(c, seeds=seeds) for c in (self.architecture, self.parameters))
         changed = replace(self, comparisons=comparisons, architecture=architecture, parameters=parameters)
-        return replace(changed, asked_seeds=number)
+        return replace(changed, requested_seeds=number)
 
 
 def _short(recipe: Recipe, steps: int, checkpoint: int = 1000) -> Recipe:

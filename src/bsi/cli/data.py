@@ -51,7 +51,7 @@ SOURCES: dict[str, tuple[type[Source], str]] = {
     "cifar10": (published.Cifar10, "bsi train cifar10-dit-s"),
     "imagenet32": (published.ImageNet32, "bsi train imagenet32-dit-l2"),
     "imagenet64": (published.ImageNet64, "bsi train imagenet64-dit-l4"),
-    "mnist": (published.Mnist, "bsi train folder-mini --data.name NAME"),
+    "mnist": (published.Mnist, "bsi train folder-mini --data.no-flips --data.name NAME"),
     "folder": (images.Folder, "bsi train folder --data.name NAME, or folder-mini on a CPU"),
     "latents": (LatentsOf, "bsi train latents --data.name NAME, or latents-mini on a CPU"),
     "binary": (published.Binary, "bsi train binary-digits --data.name NAME"),

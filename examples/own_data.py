@@ -21,11 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 import bsi
-from bsi.backbones import resolve
 from bsi.data import open_dataset
 
 
@@ -43,12 +41,10 @@ def table(out: Path, scale: float) -> None:
         return np.stack([age, height, weight, pulse, income], axis=1)
 
     train, test = people(8192), people(2048)
-    method = bsi.BSI(alpha_M=1e4)  # the finest detail that matters is 0.01 standard deviations
-    recipe = replace(bsi.recipes.arrays(), name="table", method=method, backbone=resolve("mlp-128x2"))
-    run = bsi.train(scaled(recipe, 2000, scale), data=train, test=test, out=out / "table")
-    model = bsi.load(run)
+    run = bsi.train(quiet(bsi.recipes.table_mini(), 2000 * scale), data=train, test=test, out=out / "table")
+    model = run.model()
 
-    print(f"BSI                  {model.elbo(torch.tensor(test, dtype=torch.float32), measure=20)}")
+    print(f"BSI                  {model.elbo(test, measure=20)}")
     print(f"diagonal Gaussian    {gaussian(train, test, diagonal=True)}")
     print(f"full Gaussian        {gaussian(train, test)}")
     samples = model.sample(1000, seed=0).numpy()
@@ -69,11 +65,10 @@ def series(out: Path, scale: float) -> None:
         return (clean + 0.1 * rng.standard_normal((n, 64)))[:, None]  # (n, channels, length)
 
     train, test = curves(8192), curves(512)
-    recipe = replace(bsi.recipes.arrays(), name="series", method=bsi.BSI(alpha_M=1e4), backbone=resolve(UNET), batch=32)
-    run = bsi.train(sequence(recipe, 600, scale), data=train, test=test, out=out / "series")
-    model = bsi.load(run)
+    run = bsi.train(quiet(bsi.recipes.series_mini(), 600 * scale), data=train, test=test, out=out / "series")
+    model = run.model()
 
-    print(f"BSI                  {model.elbo(torch.tensor(test, dtype=torch.float32), measure=20)}")
+    print(f"BSI                  {model.elbo(test, measure=20)}")
     print(f"diagonal Gaussian    {gaussian(train[:, 0], test[:, 0], diagonal=True)}")
     print(f"full Gaussian        {gaussian(train[:, 0], test[:, 0])}")
     print(f"entropy of the noise {math.log(0.1 * math.sqrt(2 * math.pi * math.e)):.4f} nats/dim; no model is below it")
@@ -95,10 +90,8 @@ def audio(out: Path, scale: float) -> None:
             file.writeframes(sound.astype("<i2").tobytes())
 
     command(out, "data", "wav", "--from", folder, "--length", 256)
-    size = ["--steps", max(1, round(400 * scale)), "--batch", 16, "--optimizer.lr", 2e-3, "--optimizer.warmup", 50]
-    size += ["--ema.start", 100, "--ema.beta", 0.99, "--every.evaluate", 0, "--every.sample", 0]
-    model = ["--backbone", UNET, "--method.alpha-M", 6.7e10]
-    command(out, "train", "arrays", "--data.name", "tones", *model, *size, "--out", out / "audio")
+    steps = ["--steps", max(1, round(400 * scale)), "--every.evaluate", 0]
+    command(out, "train", "audio-mini", "--data.name", "tones", *steps, "--out", out / "audio")
     command(out, "eval", out / "audio", "--bpd")
     command(out, "sample", out / "audio", "--num", 8, "--out", out / "audio.wav")
 
@@ -134,31 +127,15 @@ def images(out: Path, scale: float) -> None:
         Image.fromarray(image.clip(0, 255).round().astype(np.uint8)).save(path)
 
     command(out, "data", "folder", "--from", out / "shapes", "--labels")
-    size = ["--steps", max(1, round(350 * scale)), "--ema.beta", 0.97]  # a short average, as for any short run
-    size += ["--every.evaluate", 0, "--every.sample", 0]
-    command(out, "train", "folder-mini", "--data.name", "shapes", "--data.labels", *size, "--out", out / "images")
+    steps = ["--steps", max(1, round(350 * scale)), "--every.evaluate", 0, "--every.sample", 0]
+    command(out, "train", "folder-mini", "--data.name", "shapes", "--data.labels", *steps, "--out", out / "images")
     command(out, "eval", out / "images", "--bpd")  # with a histogram, PNG and WebP of the same images
     command(out, "sample", out / "images", "--num", 16, "--label", "disk", "--out", out / "disks.png")
 
 
-UNET = "unet-32-64-64x1"  # one block at each of three resolutions, also in one dimension
-
-
-def scaled(recipe: bsi.Recipe, steps: int, scale: float) -> bsi.Recipe:
-    """The recipe for fewer steps: a shorter warmup and a moving average that starts earlier."""
-    steps = max(1, round(steps * scale))
-    return replace(
-        recipe,
-        steps=steps,
-        optimizer=replace(recipe.optimizer, warmup=min(recipe.optimizer.warmup, steps // 10)),
-        ema=replace(recipe.ema, beta=0.99, start=steps // 4),
-        every=replace(recipe.every, evaluate=0, journal=max(1, steps // 5)),
-    )
-
-
-def sequence(recipe: bsi.Recipe, steps: int, scale: float) -> bsi.Recipe:
-    """The same with the learning rate that the guide recommends for a U-Net."""
-    return scaled(replace(recipe, optimizer=replace(recipe.optimizer, lr=2e-3)), steps, scale)
+def quiet(recipe: bsi.Recipe, steps: float) -> bsi.Recipe:
+    """The recipe for this many steps, without evaluations on the way."""
+    return replace(recipe.shortened(max(1, round(steps))), every=replace(recipe.every, evaluate=0))
 
 
 def gaussian(train: np.ndarray, test: np.ndarray, diagonal: bool = False) -> str:

@@ -48,7 +48,7 @@ def recipe(parametrization: str, clips: bool, steps: int, tiny: bool) -> Recipe:
     base = bsi.recipes.cifar10_20min_bpd()
     if tiny:
         base = replace(base, backbone=UNetConfig(width=16, levels=1, dropout=0.0), batch=16)
-    short = replace(base.shortened(steps), steps=steps)
+    short = base.shortened(steps)
     if steps < base.steps:
         short = replace(short, ema=Ema(beta=max(0.5, 1 - 45 / steps), start=min(1000, steps // 4)))
     return replace(

@@ -320,16 +320,16 @@ class Recipe:
                 raise UsageError(f"{count} {what} cannot share {shards} evenly. Use {fit} {what}, or another --batch.")
 
     def shortened(self, steps: int) -> Recipe:
-        """The recipe with its warm-up and moving average scaled to fewer steps, as for `--steps`; `steps` is unchanged.
+        """The recipe with this number of steps, and a warm-up and moving average scaled to it if it is smaller.
 
         A constant schedule can be extended later, so its settings do not depend on the number of steps.
         """
-        share = steps / self.steps
-        if share >= 1 or steps < 1 or self.optimizer.schedule == "constant":
-            return self
+        share, other = steps / self.steps, replace(self, steps=steps)
+        if share >= 1 or self.optimizer.schedule == "constant":
+            return other
         warmup, start = round(share * self.optimizer.warmup), round(share * self.ema.start)
         ema = replace(self.ema, start=start, beta=max(0.0, 1 - (1 - self.ema.beta) / share))
-        return replace(self, optimizer=replace(self.optimizer, warmup=warmup), ema=ema)
+        return replace(other, optimizer=replace(self.optimizer, warmup=warmup), ema=ema)
 
     def rate(self, step: int) -> float:
         """The learning rate of the next update after `step` completed updates."""

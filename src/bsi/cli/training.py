@@ -156,7 +156,7 @@ def parse(words: Sequence[str]) -> tuple[Train, Recipe]:
     name, default = words[0], default_of(words[0], chosen.method, chosen.backbone)
     if chosen.steps is not None:
         rest += ["--steps", chosen.steps]
-        if chosen.steps.isascii() and chosen.steps.isdigit() and len(chosen.steps) < 20:
+        if chosen.steps.isascii() and chosen.steps.isdigit() and 0 < int(chosen.steps[:20]) < default.recipe.steps:
             default = replace(default, recipe=default.recipe.shortened(int(chosen.steps)))
     text = f"{evidence(name).summary}\n\n{CHOICES}"
     with method_options(default):

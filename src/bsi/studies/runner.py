@@ -120,7 +120,8 @@ def plan_text(planned: Sequence[Planned], store: Store) -> str:
 def train_command(recipe: Recipe, store: Store) -> str:
     """`bsi train` with every setting that differs from the recipe of that name with --steps."""
     method = next(name for name, spec in METHODS.items() if isinstance(recipe.method, spec))
-    found = changes(named_recipe(recipe.name, method).shortened(recipe.steps), recipe)
+    named = named_recipe(recipe.name, method)
+    found = changes(replace(named.shortened(recipe.steps), steps=named.steps), recipe)  # --steps is an option too
     options = [_option(change.name.replace("_", "-"), change.after) for change in found]
     words = ["torchrun --nproc-per-node 4 -m bsi train", recipe.name, "--method", method, *options]
     return " ".join([*words, "--out", str(store.network(recipe))])

@@ -5,8 +5,8 @@
 
 The photographs are wallpapers of Debian packages with free licenses (their copyright files are in the archive). Each is
 cut at random places and at three scales; the strip on its right is for testing. Phases that are complete in --work are
-skipped, and training resumes. `--tiny` runs everything in a minute on a CPU, with generated pictures unless --photos
-exists.
+skipped, and training resumes. With `--minutes` the number of steps of both trainings follows from a probe. `--tiny`
+runs everything in a minute on a CPU, with generated pictures unless --photos exists.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ LEAST_BYTES = 200_000  # of a picture in a package: smaller ones are drawings
 SCALES = (1.0, 0.5, 0.3)
 STRIP = 0.2  # the share of each picture on its right that is for testing
 FLAT = 6.0  # the standard deviation of a crop below which it shows nothing
+PROBE = 150  # steps
 SEED = 0
 
 
@@ -143,17 +144,30 @@ class Trial:
             self.say(phase="crops", pictures=len(opened), train=len(train), test=len(test), size=args.size)
         return open_dataset(self.work / "crops")
 
-    def trained(self, recipe: Recipe, name: str, dataset: Path, steps: int) -> bsi.Run:
-        recipe = replace(recipe.shortened(steps), steps=steps, data=replace(recipe.data, name=str(dataset)))
-        run = bsi.train(recipe, out=self.work / name, device=self.device.type)
+    def trained(self, recipe: Recipe, name: str, dataset: Path, steps: int, minutes: float) -> bsi.Run:
+        recipe = replace(recipe, data=replace(recipe.data, name=str(dataset)))
+        chosen = self.work / f"{name}.json"  # so that a resumed run has the same steps
+        if not chosen.exists():
+            if minutes:
+                every = replace(recipe.every, journal=PROBE // 3, evaluate=0, sample=0)
+                probe = replace(recipe.shortened(PROBE), steps=PROBE, every=every)
+                done = bsi.train(probe, out=self.work / f"{name}-probe", device=self.device.type)
+                steps = int(60 * minutes * float(done.journal()[-1]["images_per_s"]) / recipe.batch)
+            chosen.write_text(json.dumps(steps))
+        steps = json.loads(chosen.read_text())
+        self.say(phase=name, steps=steps, batch=recipe.batch)
+        run = bsi.train(replace(recipe.shortened(steps), steps=steps), out=self.work / name, device=self.device.type)
         last = [record for record in run.journal() if record["event"] == "train"][-1]
         self.say(phase=name, **{key: last[key] for key in ("step", "loss", "bits_per_dim", "images_per_s")})
         return run
 
+    def lengths(self, prefix: str) -> tuple[int, float]:
+        return getattr(self.args, f"{prefix}steps"), getattr(self.args, f"{prefix}minutes")
+
     def autoencoder(self) -> None:
         self.images()
         recipe = bsi.recipes.autoencoder_mini() if self.args.tiny else bsi.recipes.autoencoder_f4()
-        self.trained(recipe, "autoencoder", self.work / "crops", self.args.autoencoder_steps)
+        self.trained(recipe, "autoencoder", self.work / "crops", *self.lengths("autoencoder_"))
         self.reconstructed()
 
     def reconstructed(self) -> None:
@@ -187,7 +201,7 @@ class Trial:
         if args.backbone:
             recipe = replace(recipe, backbone=resolve(args.backbone))
         recipe = replace(recipe, batch=args.batch, every=replace(recipe.every, evaluate=args.every, sample=args.every))
-        run = self.trained(recipe, "model", self.work / "latents", args.steps)
+        run = self.trained(recipe, "model", self.work / "latents", *self.lengths(""))
         for record in run.evaluations():
             self.say(phase="model", step=record["step"], latents_nats_per_dim=record["nats_per_dim"])
 
@@ -231,6 +245,8 @@ def main() -> None:
     }  # fmt: skip
     for name in numbers:
         parser.add_argument(f"--{name}", type=int)
+    for name in ("autoencoder-minutes", "minutes"):
+        parser.add_argument(f"--{name}", type=float, default=0.0)
     parser.add_argument("--backbone", default="")
     args = parser.parse_args()
     for name, (full, tiny) in numbers.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from bsi.values import Bins, DataKind, Latents
 
 METADATA = "autoencoder"
 OURS, DIFFUSERS = "bsi", ("AutoencoderKL", "AutoencoderTiny")  # classes
-PART = 1 << 22  # pixels that are encoded or decoded at a time
+PIXELS = 1 << 22  # that are encoded or decoded at a time, for latents 8 times smaller
 MEASURED = 512  # training images that the precision of the decoder is measured on
 EXPECTED = "a run of `bsi train autoencoder-f4`, its export, or a folder of diffusers' AutoencoderKL or AutoencoderTiny"
 
@@ -68,23 +68,12 @@ class StoredAutoencoder:
 
     def encode(self, x: Image) -> tuple[Image, Image]:
         """Mean and standard deviation of the latents of images in [-1, 1]."""
-        mean, std = zip(*self._in_parts(self._coder(x).encode, x, x[0, 0].numel()), strict=True)
+        mean, std = zip(*self._in_parts("encode", x, PIXELS), strict=True)
         return torch.cat(mean), torch.cat(std)
 
     def decode(self, z: Image) -> Image:
         """Images in [-1, 1] of latents."""
-        pixels = z[0, 0].numel() * self.factor**2
-        return torch.cat(self._in_parts(self._coder(z).decode, z, pixels)).to(z.dtype)
-
-    @cached_property
-    def factor(self) -> int:
-        """How many times smaller latents are along each axis."""
-        if isinstance(self.module, Autoencoder):
-            return self.module.config.factor
-        return 2 ** (
-            len(self.about["config"].get("block_out_channels") or self.about["config"]["encoder_block_out_channels"])
-            - 1
-        )
+        return torch.cat(self._in_parts("decode", z, PIXELS // 64)).to(z.dtype)
 
     @cached_property
     def sha256(self) -> str:
@@ -107,12 +96,10 @@ class StoredAutoencoder:
     def __deepcopy__(self, memo: object) -> StoredAutoencoder:
         return self
 
-    def _coder(self, like: Tensor) -> Any:
-        return self.module.to(like.device)
-
     @torch.no_grad()
-    def _in_parts(self, function: Callable[[Image], Any], x: Image, pixels: int) -> list[Any]:
-        return [function(part) for part in x.float().split(max(1, PART // pixels))]
+    def _in_parts(self, name: str, x: Image, most: int) -> list[Any]:
+        function = getattr(self.module.to(x.device), name)
+        return [function(part) for part in x.float().split(max(1, most // x[0, 0].numel()))]
 
 
 def _module(name: str, config: Any, channels: int) -> nn.Module:
@@ -234,7 +221,7 @@ def plan_latents(path: str | Path, autoencoder: str | Path, device: torch.device
         raise UsageError(f"{found}. Prepare the images with --channels {stored.about['channels']}.")
     fit = min(len(dataset.train), MEASURED)
     x = torch.from_numpy(np.array(dataset.split("train")[subset(len(dataset.train), fit)])).to(device)
-    mean, _ = _encoded(stored, bins, x[:1], f"{path} of {dataset.shape}")
+    mean = _encoded(stored, bins, x[:1], f"{path} of {dataset.shape}")
     kind = Latents(
         0.0, 1.0, dataset.shape, bins.count, _precision(stored, bins, x), dataset.name, dataset.version, stored.sha256
     )
@@ -252,21 +239,21 @@ def plan_latents(path: str | Path, autoencoder: str | Path, device: torch.device
     )  # fmt: skip
 
 
-def _encoded(stored: StoredAutoencoder, bins: Bins, x: Tensor, where: str) -> tuple[Tensor, Tensor]:
-    """Mean and std of the latents. Raises for images that do not come back in their own shape."""
+def _encoded(stored: StoredAutoencoder, bins: Bins, x: Tensor, where: str) -> Tensor:
+    """The means of the latents. Raises for images that do not come back in their own shape."""
+    if isinstance(stored.module, Autoencoder):
+        stored.module.config.check(tuple(x.shape[1:]))
+    fix = "Use images with sides that are multiples of a larger power of two, such as 64."
     try:
-        mean, std = stored.encode(bins.values(x))
-        shape = tuple(stored.decode(mean[:1]).shape[1:])
+        mean, _ = stored.encode(bins.values(x))
+        shape = tuple(stored.decode(mean).shape[1:])
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        fix = f"Use images with sides that are multiples of {stored.factor}"
-        raise UsageError(f"the autoencoder cannot encode {where}. {fix}: {reason:.200}") from error
-    if shape != x.shape[1:]:
-        fix = f"Use images with sides that are multiples of {stored.factor}."
         raise UsageError(
-            f"the autoencoder returns images of {shape} for {where}, got latents of {mean.shape[1:]}. {fix}"
-        )
-    return mean, std
+            f"the autoencoder cannot encode {where}: {' '.join(str(error).split()):.200}. {fix}"
+        ) from error
+    if shape != x.shape[1:]:
+        raise UsageError(f"the autoencoder returns images of {shape} for {where}. {fix}")
+    return mean
 
 
 def _precision(stored: StoredAutoencoder, bins: Bins, index: Tensor) -> float:

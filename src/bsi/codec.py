@@ -1,20 +1,23 @@
 """Lossless compression with bits-back coding: a file whose size is the bound.
 
-With the k steps of a grid, a sample x is coded together with a chain of latents. In information coordinates, the
-posterior runs backwards from the last latent,
+With the k steps of a grid, a sample x is coded together with a chain of latents. In information coordinates, and with
+a_i = alpha_i - alpha_0, the posterior is a first latent, a last one, and a Brownian bridge between the two, which does
+not depend on x:
 
-    q(s_k | x)          = N(alpha_k x, Lambda_k),
-    q(s_{i-1} | s_i, x) = N(alpha_{i-1} x + (Lambda_{i-1} / Lambda_i) (s_i - alpha_i x),
-                            Lambda_{i-1} (Lambda_i - Lambda_{i-1}) / Lambda_i),
+    q(s_0 | x)            = N(alpha_0 x, Lambda_0),
+    q(s_k | s_0, x)       = N(s_0 + a_k x, a_k),
+    q(s_{i-1} | s_i, s_0) = N(s_0 + (a_{i-1} / a_i) (s_i - s_0), a_{i-1} (a_i - a_{i-1}) / a_i).
 
-and the model forwards from the prior, p(s_i | s_{i-1}) = N(s_{i-1} + D x_hat, D + D^2 v) (variance.py), p(x | s_k). To
-encode a sample, s_k, ..., s_0 are decoded ("popped") from the bits that are already there, by q; then x, s_k, ..., s_0
-are encoded ("pushed"), by p. The expected net length is the bound L_M^k + L_R + L_prior. Decoding reverses each step.
+The model runs forwards from the prior, p(s_i | s_{i-1}) = N(s_{i-1} + D x_hat, D + D^2 v) (variance.py), p(x | s_k). To
+encode a sample, s_0 and s_k are decoded ("popped") from the bits that are already there, by q, and x is encoded
+("pushed"), by p. Then for i = k .. 1 s_{i-1} is popped by q and s_i is pushed by p, and at last s_0 is pushed by the
+prior. The expected net length is the bound L_M^k + L_R + L_prior. Decoding reverses each step. Since pops and pushes
+alternate (Bit-Swap: Kingma et al., 2019), the stack must hold the bits of three latents, not of k + 1.
 
 Latents lie on grids whose spacing is a fraction of q's standard deviation. Discretizing both q and p never raises their
 divergence. The first bits come from samples that are stored uncompressed, log2(bins) bits for each dimension, until the
-stack holds enough bits for a batch. The stack of bits is an entropy coder of the package constriction (asymmetric
-numeral systems).
+stack holds enough bits for a sample; batches grow with the stack. The stack of bits is an entropy coder of the package
+constriction (asymmetric numeral systems).
 
 The file:
 
@@ -51,7 +54,7 @@ from bsi.solvers import Path
 from bsi.values import Bins
 from bsi.variance import Variance, basis_of
 
-MAGIC = b"BSI\x01"
+MAGIC = b"BSI\x02"
 HASH_BYTES = 32
 MOST_HEADER = 1 << 24
 MOST_BATCH = 1 << 16
@@ -59,7 +62,8 @@ LOG_STEP = 0.125  # quantization step of a stored ln v
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12
-MARGIN = 1.1  # a batch starts only if the stack holds this multiple of the bits that it is expected to take
+# A batch starts only if the stack holds this multiple of the bits that it is expected to take, and these bits more.
+MARGIN, RESERVE = 1.1, 64
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
 Watch = Callable[[int, Tensor], None]  # is called with each step and its predictions
@@ -127,14 +131,14 @@ def compress(
     chain = _Chain(model, bins, steps, stored, watch)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
 
-    batches, plain, per_sample = list[CodedBatch](), 0, chain.initial_bits * MARGIN
-    while plain < len(index) and stack.num_valid_bits() < per_sample:
+    batches, plain, per_sample = list[CodedBatch](), 0, chain.held_bits * MARGIN
+    while plain < len(index) and stack.num_valid_bits() < per_sample + RESERVE:
         stack.encode_reverse(index[plain], _stream().model.Uniform(bins.count))
         plain += 1
     initial = before = stack.num_valid_bits()
     done, checks = plain, [checksum(index[:plain])]
     while done < len(index):
-        part = index[done : done + min(batch_size, max(1, int(before / per_sample)))]
+        part = index[done : done + min(batch_size, max(1, int((before - RESERVE) / per_sample)))]
         chain.encode(stack, part)
         checks.append(checksum(part))
         done, after = done + len(part), stack.num_valid_bits()
@@ -170,7 +174,7 @@ def decompress(model: Model, blob: bytes, watch: Watch = lambda step, x_hat: Non
     header.check(model, bins, 8 * len(words))
     with _threads(header.machine.get("threads")):
         chain = _Chain(model, bins, header.steps, header.variance, watch)
-        if max(header.sizes, default=0) * chain.initial_bits > 8 * len(words):
+        if max(header.sizes, default=0) * chain.held_bits > 8 * len(words):
             raise DataError("the header of the compressed file claims batches that are larger than the file.")
         header.check_predictions(model, chain.probe())
         stack, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
@@ -195,7 +199,7 @@ def evaluations(blob: bytes) -> int:
 
 
 class _Chain:
-    """The chain of latents of a model. `places` are the latents s_0 ... s_k of a batch, as numbers of grid points."""
+    """The chain of latents of a model. `places` are latents of a batch, as numbers of grid points."""
 
     def __init__(self, model: Model, bins: Bins, steps: int, stored: dict[str, Any] | None, watch: Watch) -> None:
         self.model, self.bins, self.last, self.watch = model, bins, steps, watch
@@ -207,39 +211,48 @@ class _Chain:
         self.basis = basis_of("pixels", model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
         self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
-        gained = np.diff(self.information, prepend=-math.inf)  # no step leads to the prior
-        # standard deviations of q(s_i | s_{i+1}, x), and of q(s_k | x) as the case Lambda_{k+1} = inf
-        self.std = np.sqrt(self.information * (1 - self.information / np.append(self.information[1:], math.inf)))
-        self.spacing = SPACING * np.minimum(self.std, np.sqrt(gained))
+        self.gained = np.diff(self.alpha)
+        # standard deviations of q(s_i | s_{i+1}, s_0), of q(s_k | s_0, x) as the case a_{k+1} = inf, and of q(s_0 | x)
+        known = self.known = self.alpha - self.alpha[0]
+        self.std = np.sqrt(known * (1 - known / np.append(known[1:], math.inf)))
+        self.std[0] = math.sqrt(self.information[0])
+        narrower = np.minimum(self.std, np.sqrt(np.append(math.inf, self.gained)))
+        self.spacing = np.where(narrower > 0, SPACING * narrower, 1.0)  # BFN's first latent is 0
         # p must be able to code any draw of q, even if the prediction is wrong by the whole range of the data.
-        wrong = (bins.high - bins.low) * gained[1:] / self.spacing[1:]
+        wrong = (bins.high - bins.low) * self.gained / self.spacing[1:]
         self.reach = [LEAST, *np.minimum(MOST, LEAST + np.floor(wrong)).astype(int).tolist()]
-        self.coded = range(0 if self.std[0] > 0 else 1, steps + 1)  # BFN's first latent is 0, and needs no code
 
     @property
-    def initial_bits(self) -> float:
-        """The expected number of bits that the latents of one sample take from the stack."""
+    def held_bits(self) -> float:
+        """The expected number of bits that a sample takes from the stack before it gives the first ones back."""
         entropy = 0.5 * math.log2(2 * math.pi * math.e)
-        return self.n * sum(math.log2(self.std[i] / self.spacing[i]) + entropy for i in self.coded)
+        bits = np.log2(np.maximum(self.std / self.spacing, 2**-entropy)) + entropy
+        return self.n * float(bits[0] + (bits[1:] + np.append(0.0, bits[1:-1])).max())
 
     def encode(self, stack: Any, index: Integer[np.ndarray, "batch n"]) -> None:
         """Push a batch of samples."""
-        x, places = self._coordinates(index), np.zeros((len(self.levels), *index.shape), np.int64)
-        for i in reversed(self.coded):
-            places[i] = self._posterior(i, x, places).pop(stack)
-        stack.encode_reverse(index.reshape(-1), *self._decoder(places))
-        for i in reversed(self.coded):
-            self._transition(i, places).push(stack, places[i])
+        x = self._coordinates(index)
+        first = self._start(x).pop(stack)
+        latent = self._end(x, first).pop(stack)
+        stack.encode_reverse(index.reshape(-1), *self._decoder(latent))
+        for i in range(self.last - 1, -1, -1):
+            earlier = self._bridge(i, first, latent).pop(stack) if i else first
+            self._transition(i, earlier).push(stack, latent)
+            latent = earlier
+        self._prior(len(x)).push(stack, first)
 
     def decode(self, stack: Any, count: int) -> Integer[np.ndarray, "batch n"]:
         """Pop a batch of samples, and push back the bits that encoding them popped."""
-        places = np.zeros((len(self.levels), count, self.n), np.int64)
-        for i in self.coded:
-            places[i] = self._transition(i, places).pop(stack)
-        index = stack.decode(*self._decoder(places)).reshape(count, self.n)
+        first = latent = self._prior(count).pop(stack)
+        for i in range(self.last):
+            later = self._transition(i, latent).pop(stack)
+            if i:
+                self._bridge(i, first, later).push(stack, latent)
+            latent = later
+        index = stack.decode(*self._decoder(latent)).reshape(count, self.n)
         x = self._coordinates(index)
-        for i in self.coded:
-            self._posterior(i, x, places).push(stack, places[i])
+        self._end(x, first).push(stack, latent)
+        self._start(x).push(stack, first)
         return index
 
     def probe(self) -> str:
@@ -254,36 +267,42 @@ class _Chain:
         values = torch.from_numpy(self.bins.values(index)).reshape(-1, *self.model.shape)
         return self.basis.coordinates(values).numpy()
 
-    def _posterior(self, i: int, x: Coordinates, places: np.ndarray) -> _GridNormal:
-        """q(s_i | s_{i+1}, x), or q(s_k | x)."""
-        mean = self.alpha[i] * x
-        if i < self.last:
-            following = places[i + 1] * self.spacing[i + 1]
-            mean = mean + self.information[i] / self.information[i + 1] * (following - self.alpha[i + 1] * x)
+    def _start(self, x: Coordinates) -> _GridNormal:
+        """q(s_0 | x)."""
+        return _GridNormal(self.alpha[0] * x, self.std[0], self.spacing[0], REACH)
+
+    def _end(self, x: Coordinates, first: Places) -> _GridNormal:
+        """q(s_k | s_0, x)."""
+        mean = first * self.spacing[0] + self.known[-1] * x
+        return _GridNormal(mean, self.std[-1], self.spacing[-1], REACH)
+
+    def _bridge(self, i: int, first: Places, later: Places) -> _GridNormal:
+        """q(s_i | s_{i+1}, s_0)."""
+        share, start = self.known[i] / self.known[i + 1], first * self.spacing[0]
+        mean = start + share * (later * self.spacing[i + 1] - start)
         return _GridNormal(mean, self.std[i], self.spacing[i], REACH)
 
-    def _transition(self, i: int, places: np.ndarray) -> _GridNormal:
-        """p(s_i | s_{i-1}), or the prior of s_0 in information coordinates."""
-        if i == 0:
-            mean = np.zeros(places[0].shape)
-            std = np.asarray(float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0])
-        else:
-            gained = self.information[i] - self.information[i - 1]
-            x_hat = self.basis.coordinates(self._predict(i - 1, places)).numpy()
-            mean = places[i - 1] * self.spacing[i - 1] + gained * x_hat
-            std = np.sqrt(gained + (0.0 if self.variance is None else gained**2 * self.variance[i - 1]))
-        return _GridNormal(mean, std, self.spacing[i], self.reach[i])
+    def _prior(self, count: int) -> _GridNormal:
+        """p(s_0)."""
+        std = float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0]
+        return _GridNormal(np.zeros((count, self.n)), std, self.spacing[0], self.reach[0])
 
-    def _decoder(self, places: np.ndarray) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
+    def _transition(self, i: int, place: Places) -> _GridNormal:
+        """p(s_{i+1} | s_i)."""
+        gained, x_hat = self.gained[i], self.basis.coordinates(self._predict(i, place)).numpy()
+        std = np.sqrt(gained + (0.0 if self.variance is None else gained**2 * self.variance[i]))
+        return _GridNormal(place * self.spacing[i] + gained * x_hat, std, self.spacing[i + 1], self.reach[i + 1])
+
+    def _decoder(self, place: Places) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
         """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
-        x_hat = self._predict(self.last, places)
+        x_hat = self._predict(self.last, place)
         place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
         std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
         return _stream().model.QuantizedGaussian(0, self.bins.count - 1), place, np.full_like(place, std)
 
-    def _predict(self, i: int, places: np.ndarray) -> Tensor:
+    def _predict(self, i: int, place: Places) -> Tensor:
         """x_hat at s_i."""
-        x_hat = self._x_hat(i, places[i] * self.spacing[i])
+        x_hat = self._x_hat(i, place * self.spacing[i])
         self.watch(i, x_hat)
         return x_hat
 
@@ -302,9 +321,10 @@ class _GridNormal:
     """A Normal on the multiples of `spacing`: its rounded mean, and the rest of it and its deviation in grid points."""
 
     def __init__(self, mean: Coordinates, std: np.ndarray | float, spacing: float, reach: int) -> None:
-        self.center = np.rint(mean / spacing)
-        self.rest = (mean / spacing - self.center).reshape(-1)
-        std = np.sqrt(np.square(std / spacing) - 1 / 12)  # rounding adds 1/12
+        mean = mean / spacing
+        self.center = np.rint(mean)
+        self.rest = (mean - self.center).reshape(-1)
+        std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, 1e-8))  # rounding adds 1/12
         self.std = np.ascontiguousarray(np.broadcast_to(std, mean.shape)).reshape(-1)
         self.reach, self.normal = reach, _stream().model.QuantizedGaussian(-reach, reach)
 

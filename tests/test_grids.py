@@ -1,11 +1,13 @@
 """Grids: where they start and end, how they are spaced, which are rejected."""
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from bsi.grids import GRIDS, check_grid, edm_grid, geometric_grid, named_grid, paper_grid
+from bsi.grids import GRIDS, cheapest_grid, check_grid, edm_grid, geometric_grid, named_grid, paper_grid
 from bsi.methods import BFN, BSI, VDM
 from bsi.methods.base import level_at, rho_at
 
@@ -72,3 +74,24 @@ def test_a_grid_given_as_a_list_or_in_float32_starts_at_the_prior(method):
     assert rounded[0] == method.levels.low
     torch.testing.assert_close(rounded, levels, rtol=1e-6, atol=0)
     assert torch.equal(check_grid(method, levels[1:3], from_prior=False), levels[1:3])
+
+
+def test_the_cheapest_grid_is_that_of_a_search_of_all() -> None:
+    levels = torch.arange(1.0, 25.0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    cost = torch.rand(24, 24, generator=generator, dtype=torch.float64)
+    cost = torch.where(levels[:, None] < levels, cost, math.inf)
+    ending = torch.rand(24, generator=generator, dtype=torch.float64)
+
+    def total(grid: Sequence[int]) -> float:
+        return float(sum(cost[a, b] for a, b in itertools.pairwise(grid)) + ending[grid[-1]])
+
+    for k in (1, 2, 3):
+        best = min(total((0, *rest)) for rest in itertools.combinations(range(1, 24), k))
+        found = (cheapest_grid(levels, cost, ending, k) - 1).long().tolist()
+        assert len(found) == k + 1
+        assert found[0] == 0
+        assert total(found) == pytest.approx(best)
+    many = cheapest_grid(levels, cost, ending, 100)
+    assert len(many) == 101
+    assert bool((torch.diff(many) > 0).all())

@@ -1,7 +1,7 @@
 """Variance-aware transitions: closed forms for Gaussian data."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import scipy.fft
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
 
 import bsi
-from bsi import BFN, BSI, VDM
+from bsi import BFN, BSI, VDM, Bins
 from bsi.bound import EvaluatedModel, estimate
 from bsi.data import open_dataset
 from bsi.elbo import Elbo, Estimator
@@ -21,7 +21,7 @@ from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampler import Sampler
 from bsi.sampling import sample
-from bsi.variance import OrthonormalBasis, Variance, fit_variance, named_variance, transition_kl
+from bsi.variance import OrthonormalBasis, Variance, fit_variance, named_variance, predictions, transition_kl
 from repetitions import unchecked
 
 METHODS = [BSI(alpha_M=1e4), BFN(sigma_1=1e-2), VDM(nu_max=1e4)]
@@ -44,7 +44,7 @@ def exact_variance(method: Method, knots: int = 400) -> Variance:
     level = torch.logspace(math.log10(low), math.log10(high), knots, dtype=torch.float64)
     gain = method.gain(level).clamp(min=0)
     known = gain.square() / (gain + method.c).clamp(min=1e-300)
-    return Variance(BASIS, low, high, 1 / (1 / SCALES + known[:, None]))
+    return Variance(BASIS, method, 1 / (1 / SCALES + known[:, None]))
 
 
 def basis_of(name: str, x: Tensor) -> OrthonormalBasis:
@@ -78,8 +78,8 @@ def test_pca_diagonalizes_the_covariance() -> None:
 def test_the_divergence_is_that_of_the_two_gaussians(scale: float) -> None:
     s, x, x_hat = normals(0, 3, 6, 3).unbind()
     d, v = torch.logspace(-2, 2, 6, dtype=torch.float64), scale * torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
-    variance = Variance(BASIS, 1e-3, 1e9, v.expand(2, 3))
-    found = transition_kl(variance, x, x_hat, torch.ones(6, dtype=torch.float64), d)
+    variance = Variance(BASIS, METHODS[0], v.expand(2, 3))
+    found = transition_kl(variance, x, x, x_hat, torch.ones(6, dtype=torch.float64), d)
     for i in range(6):
         noise = d[i] * torch.eye(3, dtype=torch.float64)
         q = MultivariateNormal(s[i] + d[i] * x[i], noise)
@@ -95,8 +95,8 @@ def test_the_best_variance_costs_half_the_logarithm(method: Method) -> None:
         z, eps = normals(1, 2, 40_000, 3)
         x = z * SCALES.sqrt() @ AXES.T
         levels = torch.full((len(x),), level, dtype=torch.float64)
-        x_hat = predict(method.encoder(levels).encode(x, eps), levels)
-        kl = transition_kl(variance, x, x_hat, levels, torch.full_like(levels, gained))
+        latent = method.encoder(levels).encode(x, eps)
+        kl = transition_kl(variance, x, latent, predict(latent, levels), levels, torch.full_like(levels, gained))
         expected = 0.5 * torch.log1p(gained * variance.of_level(levels[:1])).sum()
         assert abs(float(kl.mean() - expected)) < 4 * float(kl.std()) / math.sqrt(len(x)) + 1e-4
 
@@ -105,10 +105,11 @@ def test_the_best_variance_costs_half_the_logarithm(method: Method) -> None:
 def test_a_fit_finds_the_variance_of_a_gaussian(method: Method) -> None:
     x, predict = normals(2, 8000, 3) * SCALES.sqrt() @ AXES.T, GAUSSIAN.predictor(method)
     level = torch.logspace(math.log10(method.levels.low) + 0.2, math.log10(method.levels.high) - 0.2, 9)
-    fitted = fit_variance(method, predict, x, BASIS).of_level(level)
+    found = predictions(method, predict, x)
+    fitted = fit_variance(method, found, BASIS).of_level(level)
     assert torch.allclose(fitted, exact_variance(method).of_level(level), rtol=0.2)
     together = replace(BASIS, groups=torch.zeros(3, dtype=torch.long))
-    average = fit_variance(method, predict, x, together).of_level(level)
+    average = fit_variance(method, found, together).of_level(level)
     assert torch.allclose(average, fitted.mean(1, keepdim=True).expand(9, 3), rtol=0.2)
 
 
@@ -146,13 +147,14 @@ def test_a_learned_variance_depends_on_the_prediction(shape: tuple[int, ...], co
         return torch.tanh(ratio * latent)
 
     level = torch.full((len(fresh),), 2.0, dtype=torch.float64)
-    x_hat = predict(method.encoder(level).encode(fresh, normals(2, *fresh.shape)), level)
+    latent = method.encoder(level).encode(fresh, normals(2, *fresh.shape))
+    x_hat = predict(latent, level)
     exact, gained = (1 - x_hat.square()).flatten(1), 20 * torch.ones_like(level)
     off, kl = {}, {}
     for name in ("pixels", "learned"):
         variance = named_variance(name, method, predict, train)
-        found = torch.log1p(20 * variance.at(level, x_hat)) - torch.log1p(20 * exact)
-        off[name], kl[name] = float(found.square().mean()), transition_kl(variance, fresh, x_hat, level, gained)
+        found = torch.log1p(20 * variance.at(level, latent, x_hat)) - torch.log1p(20 * exact)
+        off[name], kl[name] = float(found.square().mean()), transition_kl(variance, fresh, latent, x_hat, level, gained)
     assert off["learned"] < 0.7 * off["pixels"]
     gain = kl["pixels"] - kl["learned"]
     assert float(gain.mean()) > 4 * float(gain.std()) / math.sqrt(len(gain))
@@ -176,6 +178,45 @@ def test_the_finite_bound_is_tighter_and_stays_a_bound(method: Method) -> None:
     assert lowest - error < float(aware.nats.mean()) < float(paper.nats.mean()) - error
     many = [float(bound(2000, v, predict, method, x).nats.mean()) for v in (None, fitted)]
     assert many[0] == pytest.approx(many[1], abs=0.05)
+
+
+@dataclass(frozen=True)
+class OnPapersGrid(Variance):
+    def grid(self, k: int) -> Tensor:
+        return paper_grid(self.method, k)
+
+
+@by_method
+def test_the_fitted_grid_needs_fewer_bits_than_the_papers(method: Method) -> None:
+    """For Gaussian data with one variance for all directions, which is wrong for each of them."""
+    x, predict = normals(4, 2000, 3) * SCALES.sqrt() @ AXES.T, GAUSSIAN.predictor(method)
+    variance = named_variance("level", method, predict, x)
+    grid = variance.grid(8)
+    assert len(grid) == 9
+    assert (float(grid[0]), float(grid[-1])) == (method.levels.low, method.levels.high), "the data is continuous"
+    fitted, paper = (bound(8, v, predict, method, x) for v in (variance, OnPapersGrid(**vars(variance))))
+    infinite = float(-GAUSSIAN.log_density(x).mean())
+    error = 3 * math.log(2) * (fitted.monte_carlo_error + paper.monte_carlo_error)
+    assert infinite - error < float(fitted.nats.mean()) < float(paper.nats.mean()) - error
+
+
+@by_method
+def test_steps_may_end_before_the_bins_are_resolved(method: Method) -> None:
+    """Uniform data on bins: the last decoder knows the variance, and the bound stays above the entropy."""
+    bins = Bins(-1.0, 1.0, 9)
+    x = bins.values(torch.randint(0, 9, (2000, 2), generator=torch.Generator().manual_seed(0))).double()
+    points = torch.cartesian_prod(*[bins.values(torch.arange(9)).double()] * 2)
+    predict = Mixture.isotropic(points, 0.0).predictor(method)
+    variance = named_variance("level", method, predict, x, kind=bins)
+    assert float(variance.grid(8)[-1]) < method.levels.high / 4
+
+    def nats(variance: Variance) -> tuple[float, float]:
+        model = replace(EvaluatedModel.of(method, predict, x, bins), variance=variance)
+        found = estimate(model, Estimator(measure=20, recon=8, finite_k=8))
+        return float(found.nats.mean()), 3 * found.monte_carlo_error * 2 * math.log(2)
+
+    (fitted, error), (paper, other) = nats(variance), nats(OnPapersGrid(**vars(variance)))
+    assert 2 * math.log(9) - error < fitted < paper - error - other
 
 
 @pytest.fixture(scope="module")

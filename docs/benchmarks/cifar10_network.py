@@ -4,13 +4,14 @@
 
 search     train candidates on the first 45,000 training images and compare their bounds of the last 5000
 train      train the best candidate on all training images; stops after --seconds, and resumes
-evaluate   bounds of the test set, for infinitely and finitely many steps
-code       compress test images, and decompress them
+evaluate   bounds of the test set, for infinitely and finitely many steps: variances x grids
+code       compress test images, and decompress them, with the time of the network and of the rest
 
 --tiny runs everything at a size for a CPU. Weights and files are copied to $OUT if it is set.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -28,8 +29,10 @@ from torch import Tensor
 import bsi
 from bsi import codec
 from bsi.backbones.config import UNetConfig
+from bsi.grids import paper_grid
 from bsi.recipe import Ema, Every, Recipe
 from bsi.rng import subset
+from bsi.variance import Variance
 
 CANDIDATES = {
     "edm": ("edm", False),
@@ -131,6 +134,13 @@ def write_parts(weights: dict[str, Tensor], folder: Path) -> None:
         save_file(part, folder / f"network-{number}.safetensors")
 
 
+class OnPapersGrid(Variance):
+    """The same variance, with steps on the paper's grid."""
+
+    def grid(self, k: int) -> Tensor:
+        return paper_grid(self.method, k)
+
+
 def evaluate(out: Path, args: argparse.Namespace) -> None:
     model = bsi.load(out / "network").eval().to(args.device)
     if "OUT" in os.environ:
@@ -144,23 +154,50 @@ def evaluate(out: Path, args: argparse.Namespace) -> None:
     fitting = training[subset(len(training), args.fitting)].to(model.device)
     for kind in (None, "level", "dct", "learned"):
         began = time.monotonic()
-        variance = None if kind is None else model.fit_variance(fitting, kind, batch_size=500)
+        fitted = None if kind is None else model.fit_variance(fitting, kind, batch_size=500)
         spent = round(time.monotonic() - began, 1)
-        for k in (64,) if args.tiny else (16, 64, 256):
+        grids = {"paper": None} if fitted is None else {"paper": OnPapersGrid(**vars(fitted)), "fitted": fitted}
+        for (grid, variance), k in itertools.product(grids.items(), (64,) if args.tiny else (16, 64, 256)):
             say(
-                what=f"finite k={k}, variance {kind}",
+                what=f"finite k={k}, variance {kind}, grid {grid}",
                 fit_s=spent,
+                last_level=None if variance is None else float(variance.grid(k)[-1]),
                 **bound(model, some, measure=args.levels, recon=4, finite_k=k, variance=variance),
             )
+
+
+class Timer:
+    """The time that a network takes."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        self.began, self.seconds = 0.0, 0.0
+        network.register_forward_pre_hook(self.before)
+        network.register_forward_hook(self.after)
+
+    def now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    def before(self, *_: object) -> None:
+        self.began = self.now()
+
+    def after(self, *_: object) -> None:
+        self.seconds += self.now() - self.began
+
+    def lap(self) -> float:
+        """The seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return round(seconds, 1)
 
 
 def code(out: Path, args: argparse.Namespace) -> None:
     model = bsi.load(out / "network").eval().to(args.device)
     training, test = cifar10("train"), cifar10("test")
-    variance = model.fit_variance(training[subset(len(training), args.fitting)].to(model.device), "dct", batch_size=500)
-    variance = replace(variance, values=variance.values.cpu())
+    fitting = training[subset(len(training), args.fitting)].to(model.device)
+    variance = model.fit_variance(fitting, args.variance, batch_size=500)
     some = test[: args.coded]
-    done = [0, time.monotonic()]
+    done, network = [0, time.monotonic()], Timer(model.denoiser)
 
     def watch(step: int, x_hat: torch.Tensor) -> None:
         done[0] += len(x_hat)
@@ -179,7 +216,9 @@ def code(out: Path, args: argparse.Namespace) -> None:
         bytes=len(packed.blob),
         initial_bits=packed.initial_bits,
         batches=len(packed.batches),
+        largest_batch=max(batch.samples for batch in packed.batches),
         encode_s=round(encoded, 1),
+        network_s=network.lap(),
     )
     if "OUT" in os.environ:
         (Path(os.environ["OUT"]) / "coded.bsi").write_bytes(packed.blob)
@@ -187,9 +226,9 @@ def code(out: Path, args: argparse.Namespace) -> None:
         what="bound of the same images",
         **bound(model, some, measure=args.levels, recon=4, finite_k=args.k, variance=variance),
     )
-    began, done[0] = time.monotonic(), 0
+    began, done[0], _ = time.monotonic(), 0, network.lap()
     decoded = codec.decompress(model, packed.blob, watch)
-    say(equal=bool(torch.equal(decoded, some)), decode_s=round(time.monotonic() - began, 1))
+    say(equal=torch.equal(decoded, some), decode_s=round(time.monotonic() - began, 1), network_s=network.lap())
 
 
 def main() -> None:
@@ -204,7 +243,8 @@ def main() -> None:
     parser.add_argument("--fitting", type=int, default=2000)
     parser.add_argument("--coded", type=int, default=1000)
     parser.add_argument("--k", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--variance", default="learned", help="of the code")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"

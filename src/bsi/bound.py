@@ -45,7 +45,7 @@ from bsi.control_variate import Basis, Control, fit_control, fit_proposal
 from bsi.elbo import Elbo, Estimator, Replicates, reconstruction_loss
 from bsi.errors import NonFinite
 from bsi.gaussian import Data, PerSample, squared_norm
-from bsi.grids import paper_grid
+from bsi.grids import Levels, paper_grid
 from bsi.latents import Encoded
 from bsi.levels import ExpectedError, Fitted, Interpolation, Proposal
 from bsi.methods.base import Method, Predictor
@@ -53,8 +53,8 @@ from bsi.progress import shown
 from bsi.rng import derive, standard_normal, uniform
 from bsi.sampling import evaluations
 from bsi.symbols import SymbolPredictor, mixture_kl
-from bsi.values import CONTINUOUS, DataKind, Standardize, Symbols
-from bsi.variance import Variance, transition_kl
+from bsi.values import CONTINUOUS, Bins, DataKind, Standardize, Symbols
+from bsi.variance import Variance, decoding_loss, transition_kl
 
 BLOCKS = 32  # their variances are averaged: the relative error of the standard error is about 1 / sqrt(2 * 32)
 FREEDOM = 24  # target for the degrees of freedom: small sets have fewer blocks, and more replicates instead
@@ -152,8 +152,20 @@ class EvaluatedModel:
             return level / gained * mixture_kl(self.kind, x, logits, gained, step_noise())
         x_hat = predict(latent, level)
         if gained is not None and self.variance is not None:
-            return level / gained * transition_kl(self.variance, x, x_hat, level, gained)
+            return level / gained * transition_kl(self.variance, x, latent, x_hat, level, gained)
         return 0.5 * level * squared_norm(x - x_hat).double()
+
+    def grid(self, k: int) -> Levels:
+        """The levels of k steps: the paper's, or those for which the variance predicts the least bound."""
+        return paper_grid(self.method, k) if self.variance is None else self.variance.grid(k)
+
+    def reconstruction(self, predict: Predictor, x: Data, eps: Data, end: Float64[Tensor, ""] | None) -> PerSample:
+        """-ln p(x | x_hat) at the last level, or of binned data at the `end` of the steps with its variance."""
+        if end is None or self.variance is None or not isinstance(self.kind, Bins):
+            return reconstruction_loss(self.method, predict, x, eps, self.kind)
+        level = end.expand(len(x))
+        latent = self.method.encoder(level).encode(x, eps)
+        return decoding_loss(self.variance, self.kind, x, latent, predict(latent, level), level)
 
 
 @dataclass(frozen=True)
@@ -171,18 +183,17 @@ class Integral:
 
         L_M^inf = int E g(u) du,        L_M^k = sum_i omega_i E g(u_i),    omega_i = alpha_{i+1} / level_i.
 
-    Given t ~ U(0, 1), `at(t)` has E_t [weight f(u)] equal to the integral of f. The steps of L_M^k, on the paper's
-    grid, are drawn with probabilities proportional to omega_i p(u_i): for a log-uniform proposal i ~ U(0, k - 1).
+    Given t ~ U(0, 1), `at(t)` has E_t [weight f(u)] equal to the integral of f. The steps of L_M^k on a grid are drawn
+    with probabilities proportional to omega_i p(u_i): for a log-uniform proposal i ~ U(0, k - 1).
     """
 
     proposal: Proposal
     steps: tuple[Float64[Tensor, " steps"], Float64[Tensor, " steps"]] | None = None  # levels and omega
 
     @classmethod
-    def of(cls, method: Method, proposal: Proposal, k: int | None) -> Integral:
-        if k is None:
+    def of(cls, method: Method, proposal: Proposal, grid: Levels | None) -> Integral:
+        if grid is None:
             return cls(proposal)
-        grid = paper_grid(method, k)
         return cls(proposal, (grid[:-1], torch.diff(method.gain(grid)) / grid[:-1]))
 
     def at(self, t: Float[Tensor, " batch"]) -> Points:
@@ -190,7 +201,8 @@ class Integral:
             level = self.proposal.icdf(t)
             return Points(level, 1 / (level * self.proposal.density(level)))
         levels, omega = self.steps
-        probability = omega * levels * self.proposal.density(levels)
+        # A much longer step, such as the last one of a fitted grid, costs little with its variance.
+        probability = omega.clamp(max=2 * omega.median()) * levels * self.proposal.density(levels)
         levels, omega, probability = (v.to(t.device) for v in (levels, omega, probability / probability.sum()))
         i = torch.searchsorted(torch.cumsum(probability, 0), t.double().contiguous(), right=True)
         i = i.clamp(max=len(levels) - 1)  # t may be above the rounded sum of all probabilities
@@ -281,6 +293,12 @@ class _Evaluation:
     progress: bool = False
     poll: Callable[[], None] = lambda: None
 
+    @functools.cached_property
+    def grid(self) -> Levels | None:
+        """The levels of finitely many steps."""
+        k = self.estimator.finite_k
+        return None if k is None else self.model.grid(k)
+
     def _table(
         self, count: int, columns: tuple[int, ...], row: Callable[[Ids], Tensor], name: str = "", evaluations: int = 0
     ) -> Float64[Tensor, "..."]:
@@ -332,7 +350,9 @@ class _Evaluation:
         u, g, values = rows[:, 0].contiguous(), rows[:, 1].contiguous(), rows[:, 2:].unflatten(1, (2, -1))
         if bad := int((~torch.isfinite(g)).sum()):
             raise NonFinite(f"{bad} of the pilot's {len(g)} evaluations are NaN or infinite, as predictions are")
-        control = fit_control(basis, u, g, values) if estimator.control else None
+        # The control variate is of the paper's cost, which grows with the length of a step without limit.
+        uses_control = estimator.control and model.variance is None
+        control = fit_control(basis, u, g, values) if uses_control else None
         residual = g if control is None else g - control.predict(u, values)
         return Plan(fit_proposal(levels, basis.knots, u, residual), control, samples * draws)
 
@@ -340,7 +360,7 @@ class _Evaluation:
         """L_M: for each replicate, the average over its levels."""
         model, control, estimator = self.model, plan.control, self.estimator
         design = Design(model.count, estimator.measure, estimator.seed)
-        integral = Integral.of(model.method, plan.proposal, estimator.finite_k)
+        integral = Integral.of(model.method, plan.proposal, self.grid)
 
         def row(ids: Ids) -> Float64[Tensor, "batch replicates"]:
             x, predict, averages, draw = model.x(ids), model.predict(ids), [], round_ * design.measure
@@ -367,12 +387,12 @@ class _Evaluation:
     def reconstructions(self, plan: Plan, round_: int) -> Replicates:
         """L_R."""
         model, recon = self.model, self.estimator.recon
+        end = None if self.grid is None else self.grid[-1].to(model.device)
 
         def row(ids: Ids) -> Float64[Tensor, "batch replicates"]:
             x, predict, draws = model.x(ids), model.predict(ids), range(round_ * recon, (round_ + 1) * recon)
             noises = (self._noise(ids, "recon", draw, x) for draw in draws)
-            losses = [reconstruction_loss(model.method, predict, x, eps, model.kind) for eps in noises]
-            return torch.stack(losses, 1).double()
+            return torch.stack([model.reconstruction(predict, x, eps, end) for eps in noises], 1).double()
 
         return self._replicates(row, [1] * recon, recon, "reconstructions", round_)
 

@@ -52,13 +52,13 @@ from bsi.model import Model
 from bsi.rng import standard_normal
 from bsi.solvers import Path
 from bsi.values import Bins
-from bsi.variance import Variance, basis_of
+from bsi.variance import Correction, Variance, basis_of
 
 MAGIC = b"BSI\x02"
 HASH_BYTES = 32
 MOST_HEADER = 1 << 24
 MOST_BATCH = 1 << 16
-LOG_STEP = 0.125  # quantization step of a stored ln v
+LOG_STEP, LOG_CENTER = 0.125, -12.0  # of a stored ln v, in one byte
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12
@@ -115,7 +115,7 @@ def compress(
         model: A model with `bins`, on the device that computes; decoding needs the same model.
         data: Bin indices.
         steps: Steps of the chain. More steps make a tighter bound and need more initial bits.
-        variance: Variance of the transitions (`bsi.variance.named_variance`): `level`, `pixels` or `dct`.
+        variance: Variance of the transitions (`Model.fit_variance`): `level`, `pixels`, `dct` or `learned`.
         batch_size: Samples coded together, at most: fewer while the stack holds too few bits for their latents.
         watch: Called with the step of the chain and the predictions x_hat of a batch, after each evaluation.
     """
@@ -145,8 +145,6 @@ def compress(
         batches.append(CodedBatch(len(part), after - before))
         before = after
     header = Header(
-        shape=list(model.shape),
-        bins=[bins.low, bins.high, bins.count],
         count=len(index),
         plain=plain,
         sizes=[batch.samples for batch in batches],
@@ -204,13 +202,13 @@ class _Chain:
     def __init__(self, model: Model, bins: Bins, steps: int, stored: dict[str, Any] | None, watch: Watch) -> None:
         self.model, self.bins, self.last, self.watch = model, bins, steps, watch
         method, variance = model.method, read_variance(stored, model)
-        self.levels = paper_grid(method, steps)
+        self.levels = paper_grid(method, steps) if variance is None else variance.grid(steps)
         path = Path.of(method, self.levels)
         self.scale, self.information = path.scale.numpy(), path.information.numpy()
         self.alpha = method.gain(self.levels).numpy()
         self.basis = basis_of("pixels", model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
-        self.variance = None if variance is None else variance.of_level(self.levels[:-1]).numpy()
+        self.variance = variance
         self.gained = np.diff(self.alpha)
         # standard deviations of q(s_i | s_{i+1}, s_0), of q(s_k | s_0, x) as the case a_{k+1} = inf, and of q(s_0 | x)
         known = self.known = self.alpha - self.alpha[0]
@@ -256,11 +254,12 @@ class _Chain:
         return index
 
     def probe(self) -> str:
-        """A hash of predictions for fixed latents at some levels."""
+        """A hash of predictions and decoders for fixed latents at some levels."""
         sha = hashlib.sha256()
         for i in np.linspace(0, self.last, PROBES).astype(int).tolist():
             eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
-            sha.update(self._x_hat(i, eps * math.sqrt(self.information[i])).numpy().tobytes())
+            for found in self._predict(i, eps * math.sqrt(self.information[i])):
+                sha.update(found.numpy().tobytes())
         return sha.hexdigest()
 
     def _coordinates(self, index: Integer[np.ndarray, "batch n"]) -> Coordinates:
@@ -289,32 +288,48 @@ class _Chain:
 
     def _transition(self, i: int, place: Places) -> _GridNormal:
         """p(s_{i+1} | s_i)."""
-        gained, x_hat = self.gained[i], self.basis.coordinates(self._predict(i, place)).numpy()
-        std = np.sqrt(gained + (0.0 if self.variance is None else gained**2 * self.variance[i]))
-        return _GridNormal(place * self.spacing[i] + gained * x_hat, std, self.spacing[i + 1], self.reach[i + 1])
+        gained, (x_hat, v) = self.gained[i], self._watched(i, place)
+        mean, std = (
+            place * self.spacing[i] + gained * self.basis.coordinates(x_hat).numpy(),
+            np.sqrt(gained + gained**2 * v.numpy()),
+        )
+        return _GridNormal(mean, std, self.spacing[i + 1], self.reach[i + 1])
 
     def _decoder(self, place: Places) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
         """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
-        x_hat = self._predict(self.last, place)
-        place = ((x_hat - self.bins.low) / self.bins.width).reshape(-1).numpy()
-        std = 1 / (math.sqrt(self.model.method.recon_precision) * self.bins.width)
-        return _stream().model.QuantizedGaussian(0, self.bins.count - 1), place, np.full_like(place, std)
+        x_hat, v = self._watched(self.last, place)
+        mean = (x_hat - self.bins.low) / self.bins.width
+        std = torch.sqrt(v + 1 / self.model.method.recon_precision) / self.bins.width
+        return (
+            _stream().model.QuantizedGaussian(0, self.bins.count - 1),
+            mean.numpy().reshape(-1),
+            std.numpy().reshape(-1),
+        )
 
-    def _predict(self, i: int, place: Places) -> Tensor:
-        """x_hat at s_i."""
-        x_hat = self._x_hat(i, place * self.spacing[i])
+    def _watched(self, i: int, place: Places) -> tuple[Tensor, Tensor]:
+        x_hat, v = self._predict(i, place * self.spacing[i])
         self.watch(i, x_hat)
-        return x_hat
+        return x_hat, v
 
     @torch.no_grad()
-    def _x_hat(self, i: int, latent: Coordinates) -> Tensor:
-        """x_hat at level i, clipped to the data's range; at the last level, the result of `method.decode`."""
+    def _predict(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
+        """x_hat at level i, clipped to the data's range, and its variance: of coordinates, at the last level of values.
+
+        Without a variance the last prediction is the result of `method.decode`.
+        """
         method, device = self.model.method, self.model.device
         values = self.basis.values(torch.from_numpy(latent), torch.empty(len(latent), *self.model.shape))
         psi = (values / self.scale[i] if self.scale[i] else torch.zeros_like(values)).float()
         psi, level, predict = psi.to(device), self.levels[i].expand(len(psi)).to(device), self.model.denoiser
-        x_hat = method.decode(psi, level, predict) if i == self.last else predict(psi, level)
-        return torch.nan_to_num(x_hat.cpu().double()).clamp(self.bins.low, self.bins.high)
+        decodes = i == self.last and self.variance is None
+        x_hat = method.decode(psi, level, predict) if decodes else predict(psi, level)
+        x_hat = torch.nan_to_num(x_hat).clamp(self.bins.low, self.bins.high)
+        if self.variance is None:
+            v = torch.zeros(len(x_hat), self.n, dtype=torch.float64)
+        else:
+            v = self.variance.at(level, psi, x_hat)
+            v = v if i < self.last else self.basis.variances(v, x_hat).flatten(1)
+        return x_hat.cpu().double(), v.cpu()
 
 
 class _GridNormal:
@@ -371,8 +386,6 @@ def _bins(model: Model) -> Bins:
 class Header:
     """What a decoder must know."""
 
-    shape: list[int]
-    bins: list[float | int]
     count: int
     plain: int  # number of samples, the first ones, that are stored without the model
     sizes: list[int]  # of the batches of the others
@@ -390,9 +403,7 @@ class Header:
             hashes = f"its hash is {self.model!s:.12}, this model's is {ours:.12}"
             raise UsageError(f"the file was compressed with another model: {hashes}. Pass the one that compressed it.")
         fits = (
-            self.shape == list(model.shape)
-            and self.bins == [bins.low, bins.high, bins.count]
-            and self.plain + sum(self.sizes) == self.count
+            self.plain + sum(self.sizes) == self.count
             and len(self.checks) == len(self.sizes) + 1
             and 1 <= self.steps <= 1 << 20
             and max(self.sizes, default=0) <= MOST_BATCH
@@ -475,34 +486,62 @@ def data_hash(index: Integer[np.ndarray, "samples n"], bins: Bins) -> str:
 
 
 def stored_variance(variance: Variance) -> dict[str, Any]:
-    """A variance as it is stored in the header: its logarithms in steps of LOG_STEP, and the principal colors."""
-    logs = torch.round(torch.log(variance.values.clamp(min=1e-12)) / LOG_STEP).clamp(-127, 127).to(torch.int8)
+    """A variance as it is stored in the header: logarithms, the cost of decoding, principal colors and a network."""
     matrices = variance.basis.matrices
-    dct = any(matrix is not None for matrix in matrices)
-    if variance.correction is not None or (dct and len(matrices) < 2):
-        raise UsageError("compression takes the variances level, pixels and dct: the others do not fit into a file.")
-    colors = matrices[0] if dct else None
-    return {
-        "kind": "dct" if dct else "level" if logs.shape[1] == 1 else "pixels",
-        "colors": None if colors is None else colors.tolist(),
+    axes = next((matrix for matrix in matrices if matrix is not None), None)
+    if axes is not None and len(variance.basis.shape) < 2:
+        raise UsageError(
+            "compression takes the variances level, pixels, dct and learned: pca does not fit into a file."
+        )
+    if variance.ending is None:
+        raise UsageError("this variance was fitted to data without bins. Fit it with model.fit_variance(train).")
+    kind = "level" if variance.values.shape[1] == 1 else "pixels" if axes is None else "dct"
+    logs = torch.round((torch.log(variance.values.clamp(min=1e-12)) - LOG_CENTER) / LOG_STEP).clamp(-127, 127)
+    stored: dict[str, Any] = {
+        "kind": kind if variance.correction is None else "learned",
+        "colors": None if matrices[0] is None else matrices[0].tolist(),
         "knots": len(logs),
-        "logs": base64.b64encode(logs.numpy().tobytes()).decode(),
+        "logs": _text(logs.to(torch.int8)),
+        "ending": _text(variance.ending.to(torch.float32)),
     }
+    if variance.correction is not None:
+        weights = [(w, float(w.abs().max()) / 127) for w in variance.correction.state_dict().values()]
+        stored["scales"] = [scale for _, scale in weights]
+        stored["weights"] = _text(
+            torch.cat([torch.round(w / max(scale, 1e-30)).flatten() for w, scale in weights]).to(torch.int8)
+        )
+    return stored
+
+
+def _text(numbers: Tensor) -> str:
+    return base64.b64encode(numbers.cpu().numpy().tobytes()).decode()
+
+
+def _numbers(text: str, dtype: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).copy())
 
 
 def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | None:
     """The inverse of `stored_variance`, or None."""
     if stored is None:
         return None
-    shape, levels, colors = model.shape, model.method.levels, None
+    shape, colors, correction = model.shape, None, None
     try:
-        logs = np.frombuffer(base64.b64decode(stored["logs"], validate=True), dtype=np.int8)
-        values = torch.exp(LOG_STEP * torch.from_numpy(logs.copy()).double()).reshape(stored["knots"], -1)
-        if stored["kind"] == "dct":
+        values = torch.exp(LOG_STEP * _numbers(stored["logs"], "i1").double() + LOG_CENTER)
+        values = values.reshape(stored["knots"], -1)
+        if stored["colors"] is not None:
             colors = torch.tensor(stored["colors"], dtype=torch.float64).reshape(shape[0], shape[0])
         basis = basis_of(stored["kind"], shape, colors)
-        if len(values[0]) != int(basis.groups.max()) + 1 or len(values) < 2:
+        ending = _numbers(stored["ending"], "<f4").double()
+        if len(values[0]) != int(basis.groups.max()) + 1 or len(values) < 2 or len(ending) != len(values):
             raise ValueError(f"{tuple(values.shape)} variances for data of shape {shape}")
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        if stored["kind"] == "learned":
+            correction = Correction(shape).eval().requires_grad_(False)
+            weights, start = _numbers(stored["weights"], "i1").float(), 0
+            for weight, scale in zip(correction.state_dict().values(), stored["scales"], strict=True):
+                weight.copy_(scale * weights[start : start + weight.numel()].reshape(weight.shape))
+                start += weight.numel()
+            correction = correction.to(model.device)
+    except (ValueError, KeyError, TypeError, RuntimeError, BsiError) as error:
         raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
-    return Variance(basis, levels.low, levels.high, values)
+    return Variance(basis, model.method, values, ending, correction)

@@ -364,7 +364,7 @@ class Density(nn.Module):
         self.check(data)
         x = self.values(data).to(self.device)
         with self.evaluating():
-            self.variances[kind] = named_variance(kind, self.method, self.denoiser, x, seed, batch_size)
+            self.variances[kind] = named_variance(kind, self.method, self.denoiser, x, seed, batch_size, self.kind)
         return self.variances[kind]
 
     def variance(self, kind: str) -> Variance | None:

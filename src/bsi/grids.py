@@ -3,6 +3,7 @@
     paper       uniform in t = F(level), the paper's schedule: alpha_i = F^-1(i / k) - F^-1((i - 1) / k)
     edm         sigma^(1/7) uniform, sigma = noise / signal (Karras et al., 2022)
     geometric   uniform in ln Lambda, the information: the coordinate in which the second-order solvers extrapolate
+    fitted      the least expected bound, given a predictive variance (`bsi.variance.Variance.grid`)
 
 For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, it is not.
 """
@@ -17,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from bsi.errors import UsageError, unknown
+from bsi.levels import Interpolation
 from bsi.methods.base import Method, level_at, rho_at
 
 Levels = Float[Tensor, " levels"]
@@ -91,6 +93,32 @@ def geometric_grid(method: Method, k: int, start: float | None = None) -> Levels
     first, count = (math.log(low), k + 1) if low > 0 else (-2 * math.log(EDM_SIGMA), k)
     informations = torch.logspace(first, math.log(high), count, base=math.e, dtype=torch.float64)[-k:]
     return _joined(ends, method.level(informations - method.c))
+
+
+def cheapest_grid(
+    levels: Levels, cost: Float[Tensor, "levels levels"], ending: Levels, k: int
+) -> Float[Tensor, " {k}+1"]:
+    """The k steps over some of these levels with the least sum of costs, by dynamic programming.
+
+    Args:
+        cost: `cost[i, j]` is that of a step from level i to level j; infinite for j <= i.
+        ending: The cost of ending at each level.
+    """
+    coarse, best, before = min(k, (len(levels) - 1) // 4), torch.full_like(levels, math.inf), []
+    best[0] = 0.0
+    for _ in range(coarse):
+        best, start = (best[:, None] + cost).min(0)
+        before.append(start)
+    path = [int((best + ending).argmin())]
+    for start in reversed(before):
+        path.append(int(start[path[-1]]))
+    chosen = levels[path[::-1]]
+    if coarse == k:
+        return chosen
+    # Many steps would be limited by the distance of the levels: divide the largest possible number of steps instead.
+    place = torch.linspace(0, coarse, k + 1, dtype=torch.float64)
+    logs = Interpolation.of(torch.arange(coarse + 1, dtype=torch.float64), place).at(torch.log(chosen))
+    return torch.cat([chosen[:1], torch.exp(logs)[1:-1], chosen[-1:]])
 
 
 GRIDS: dict[str, Grid] = {"paper": paper_grid, "edm": edm_grid, "geometric": geometric_grid}

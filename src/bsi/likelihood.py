@@ -30,7 +30,7 @@ _NODES = (0.14887433898163122, 0.4333953941292472, 0.6794095682990244, 0.8650633
 _WEIGHTS = (0.29552422471475287, 0.26926671930999635, 0.21908636251598204, 0.1494513491505806, 0.06667134430868814)
 
 
-def _log_mass(a: Float[Tensor, "*shape"], width: float) -> Float[Tensor, "*shape"]:
+def _log_mass(a: Float[Tensor, "*shape"], width: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
     """ln (Phi(a + width) - Phi(a)) for the standard Normal and a finite interval, accurate to rounding in float64.
 
     A difference of CDFs loses all digits in the tails, and a difference of log-CDFs loses digits for narrow intervals.
@@ -48,22 +48,25 @@ def _log_mass(a: Float[Tensor, "*shape"], width: float) -> Float[Tensor, "*shape
     mean = torch.zeros_like(a)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
         u = half * node
-        mean = mean + weight * math.exp(-0.5 * u * u) * torch.cosh(safe * u)
-    by_quadrature = torch.log(mean) + math.log(width) - 0.5 * safe.square() - 0.5 * math.log(2 * math.pi)
+        mean = mean + weight * torch.exp(-0.5 * u.square()) * torch.cosh(safe * u)
+    by_quadrature = torch.log(mean) + torch.log(width) - 0.5 * safe.square() - 0.5 * math.log(2 * math.pi)
     return torch.where(narrow, by_quadrature, by_difference)
 
 
-def _check_decoder(x: Tensor, x_hat: Tensor, precision: float) -> None:
+def _check_decoder(x: Tensor, x_hat: Tensor, precision: float | Tensor) -> None:
     if x.shape != x_hat.shape:
         raise UsageError(f"the data and its prediction need one shape: got {tuple(x.shape)} and {tuple(x_hat.shape)}")
-    if not 0 < precision < math.inf:
+    if isinstance(precision, float | int) and not 0 < precision < math.inf:
         raise UsageError(f"a decoder's precision is positive and finite: got {precision}. The paper uses 2e6.")
 
 
-def discretized_normal(bins: Bins, index: Index, x_hat: Data, precision: float) -> PerSample:
-    """ln N'(x | x_hat, precision), summed over each sample: nats, float64, memory independent of `count`."""
+def discretized_normal(bins: Bins, index: Index, x_hat: Data, precision: float | Data) -> PerSample:
+    """ln N'(x | x_hat, precision), summed over each sample: nats, float64, memory independent of `count`.
+
+    There is one precision, or one for each value.
+    """
     _check_decoder(index, x_hat, precision)
-    scale = math.sqrt(precision)
+    scale = torch.sqrt(torch.as_tensor(precision, dtype=torch.float64, device=x_hat.device))
     center = bins.low + index.double() * bins.width
     left = (center - 0.5 * bins.width - x_hat.double()) * scale
     right = (center + 0.5 * bins.width - x_hat.double()) * scale

@@ -98,7 +98,7 @@ def _steps(
         with gradients():
             eps = noise(informations[i], informations[i + 1]) if noisy else nothing
             if variance is not None:
-                eps = widened(variance, eps, x_hat, levels[i], informations[i + 1] - informations[i])
+                eps = widened(variance, eps, latent, x_hat, levels[i], informations[i + 1] - informations[i])
             latent, previous = advance(latent, x_hat, previous, eps, rows[i]), x_hat
     with gradients():
         x = method.decode(latent, levels[-1].expand(len(latent)), predict)

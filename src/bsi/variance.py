@@ -12,12 +12,17 @@ and its KL divergence from the posterior q(s' | s, x) = N(s + D x, D) is, for ea
 It is minimal for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average instead of 1/2 D v. Any v that depends on
 s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise
 of s is white, v may be diagonal in any orthonormal basis of the data.
+
+The variance determines two more things. The decoder of binned data is the mass of N(x_hat, v) on a bin, which is good
+before the bins are resolved, so that the steps may end at a lower level. And the cost of every step is known in
+advance: of all grids with k steps, `Variance.grid` is the one with the least expected bound.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -26,20 +31,25 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.gaussian import Data, PerSample, sum_over_data
+from bsi.gaussian import Data, PerSample, over, sum_over_data
+from bsi.grids import Levels, cheapest_grid
 from bsi.levels import Interpolation, low_discrepancy
-from bsi.methods.base import Method, Predictor
+from bsi.likelihood import discretized_normal
+from bsi.methods.base import Method, Predictor, rho_at
 from bsi.rng import standard_normal
 from bsi.sampler import VarianceKind
+from bsi.values import CONTINUOUS, Bins, DataKind
 
 KNOTS = 33  # levels at which a variance is fitted
 PRIOR = 4.0  # weight of the average over all coordinates, in observations per knot
 MAX_PCA = 4096
 SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolated
 DRAWS = 4  # levels for each training sample
+BLOCK = 4  # side of a block of the cosine transform
 WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
+LADDER = 512  # levels that the steps of a grid are chosen from
 
 Samples = Float[Tensor, "samples *data"]
 Coordinates = Float[Tensor, "batch coordinates"]
@@ -57,17 +67,21 @@ class OrthonormalBasis:
     groups: Int[Tensor, " coordinates"]
 
     def coordinates(self, x: Data) -> Coordinates:
-        return self._apply(x.reshape(-1, *self.shape), transpose=False).flatten(1)
+        return self._apply(x.reshape(-1, *self.shape), [m if m is None else m.T for m in self.matrices]).flatten(1)
 
     def values(self, coordinates: Coordinates, like: Data) -> Tensor:
         """The inverse of `coordinates`, in the shape of `like`."""
-        return self._apply(coordinates.reshape(-1, *self.shape), transpose=True).reshape(like.shape)
+        return self._apply(coordinates.reshape(-1, *self.shape), self.matrices).reshape(like.shape)
 
-    def _apply(self, x: Tensor, transpose: bool) -> Tensor:
-        for axis, matrix in enumerate(self.matrices, start=1):
+    def variances(self, v: Coordinates, like: Data) -> Tensor:
+        """The variance of each value of the data if its coordinates are independent, of variance v."""
+        squares = [m if m is None else m.square() for m in self.matrices]
+        return self._apply(v.reshape(-1, *self.shape), squares).reshape(like.shape)
+
+    def _apply(self, x: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
+        for axis, matrix in enumerate(matrices, start=1):
             if matrix is not None:
-                m = matrix.to(x.device, x.dtype)
-                x = torch.movedim(torch.movedim(x, axis, -1) @ (m if transpose else m.T), -1, axis)
+                x = torch.movedim(torch.movedim(x, axis, -1) @ matrix.to(x.device, x.dtype), -1, axis)
         return x
 
 
@@ -77,10 +91,13 @@ def basis_of(kind: str, shape: tuple[int, ...], axes: Float[Tensor, "_ _"] | Non
     match kind:
         case "level":
             return OrthonormalBasis(shape, (None,) * len(shape), torch.zeros_like(each))
-        case "pixels" | "learned":
+        case "pixels":
             return OrthonormalBasis(shape, (None,) * len(shape), each)
         case "dct":
             return OrthonormalBasis(shape, (axes, *map(_cosines, shape[1:])), _frequency_bands(shape))
+        case "learned":
+            blocks = Blocks(shape)
+            return OrthonormalBasis(shape, (axes, *map(_block_cosines, blocks.sides, shape[1:])), blocks.channel())
         case "pca":
             return OrthonormalBasis((len(each),), (axes,), each)
         case _:
@@ -88,13 +105,13 @@ def basis_of(kind: str, shape: tuple[int, ...], axes: Float[Tensor, "_ _"] | Non
 
 
 def _principal_axes(kind: str, x: Samples) -> Float[Tensor, "n n"] | None:
-    """Eigenvectors, as rows, of the covariance of colors (`dct`) or samples (`pca`); the largest variance first."""
+    """Eigenvectors, as rows, of the covariance of colors, or of samples (`pca`); the largest variance first."""
     shape, n = tuple(x.shape[1:]), x[0].numel()
     if kind == "dct" and len(shape) < 2:
         raise UsageError(f"a cosine transform needs channels and space, got data of shape {shape}. Use 'pca'.")
     if kind == "pca" and n > MAX_PCA:
         raise UsageError(f"a basis of principal axes is for at most {MAX_PCA} dimensions, got {n}. Use 'dct'.")
-    if kind not in ("dct", "pca"):
+    if kind not in ("dct", "pca", "learned") or len(shape) + (kind == "pca") < 2:
         return None
     rows = x.flatten(1) if kind == "pca" else x.movedim(1, -1).reshape(-1, shape[0])
     covariance = torch.cov(rows.double().T).reshape(rows.shape[1], rows.shape[1])
@@ -109,6 +126,10 @@ def _cosines(size: int) -> Float[Tensor, "size size"]:
     return matrix
 
 
+def _block_cosines(side: int, size: int) -> Float[Tensor, "size size"]:
+    return torch.block_diag(*[_cosines(side)] * (size // side))
+
+
 def _frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
     """For a cosine transform: coordinates of one channel whose frequencies have the same length, rounded."""
     channels, space = shape[0], shape[1:]
@@ -117,30 +138,93 @@ def _frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
     return (torch.arange(channels)[:, None] * (int(radius.max()) + 1) + radius).flatten()
 
 
+class Blocks:
+    """Data in blocks of `BLOCK` positions along each axis of space; the values of a block are channels.
+
+    An axis that BLOCK does not divide has smaller blocks. The values of a vector are one block.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.sides = [math.gcd(BLOCK, size) for size in shape[1:]]
+        self.channels = math.prod((shape[0], *self.sides))
+        pairs = [(size // side, side) for size, side in zip(shape[1:], self.sides, strict=True)]
+        self.split = (shape[0], *itertools.chain(*pairs))
+        inner, outer = range(3, len(self.split) + 1, 2), range(2, len(self.split), 2)
+        self.order = (0, 1, *inner, *outer)
+        self.blocks = [count for count, _ in pairs] or [1]
+
+    def to_channels(self, coordinates: Tensor) -> Tensor:
+        split = coordinates.reshape(-1, *self.split).permute(self.order)
+        return split.reshape(len(coordinates), self.channels, *self.blocks)
+
+    def from_channels(self, x: Tensor) -> Tensor:
+        split = x.reshape(len(x), *(self.split[axis - 1] for axis in self.order[1:]))
+        back = [self.order.index(axis) for axis in range(len(self.order))]
+        return split.permute(back).reshape(len(x), -1)
+
+    def channel(self) -> Int[Tensor, " coordinates"]:
+        """The channel of each coordinate."""
+        channels = torch.arange(self.channels).reshape(1, -1, *[1] * len(self.blocks))
+        return self.from_channels(channels.expand(1, -1, *self.blocks))[0]
+
+
 @dataclass(frozen=True)
 class Variance:
     """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
 
-    `values` has a column for each group of coordinates. With a `correction` v is a function of the prediction too.
+    `values` has a column for each group of coordinates. `ending` is the average cost in nats of decoding binned data at
+    these levels, None if the steps must lead to the last level. With a `correction` v is a function of the latent and
+    the prediction too.
     """
 
     basis: OrthonormalBasis
-    low: float
-    high: float
+    method: Method
     values: Float[Tensor, "knots groups"]
+    ending: Float[Tensor, " knots"] | None = None
     correction: Correction | None = None
 
-    def at(self, level: PerSample, x_hat: Data) -> Coordinates:
-        """The predictive variance of each coordinate at these levels, given the predictions."""
+    def at(self, level: PerSample, latent: Data, x_hat: Data) -> Coordinates:
+        """The predictive variance of each coordinate at these levels, given the latents and the predictions."""
         v = self.of_level(level)
-        return v if self.correction is None else v * self.correction(x_hat, torch.log(v)).exp()
+        if self.correction is None:
+            return v
+        encoder, rho = self.method.encoder(level), rho_at(self.method, level)
+        scale = torch.where(encoder.noise > 0, 1 / encoder.noise, 0.0)
+        eps_hat = over(scale, latent) * (latent - over(encoder.signal, latent) * x_hat)
+        signal = over(rho, x_hat) * x_hat
+        uncertain = torch.log((v * rho[:, None].square()).clamp(min=SMALLEST))
+        given = self.basis.coordinates(signal), self.basis.coordinates(eps_hat), uncertain
+        return v * self.correction(*given).exp()
 
     def of_level(self, level: PerSample) -> Coordinates:
         """The variance without the correction."""
+        return self._of_groups(level)[:, self.basis.groups.to(level.device)]
+
+    def _of_groups(self, level: PerSample) -> Float64[Tensor, "batch groups"]:
         logs = self.values.clamp(min=SMALLEST).log().to(level.device)
-        place = torch.log(level.double() / self.low) / math.log(self.high / self.low)
-        of_groups = Interpolation.of(_knots(len(logs), level.device), place).at(logs).exp()
-        return of_groups[:, self.basis.groups.to(level.device)]
+        return self._between(level).at(logs).exp()
+
+    def _between(self, level: PerSample) -> Interpolation:
+        return Interpolation.of(_knots(len(self.values), level.device), self.method.levels.cdf(level))
+
+    def precision(self, level: PerSample, latent: Data, x_hat: Data) -> Data:
+        """The precision of the decoder of each value."""
+        v = self.basis.variances(self.at(level, latent, x_hat), x_hat)
+        return 1 / (v + 1 / self.method.recon_precision)
+
+    def grid(self, k: int) -> Levels:
+        """The levels of k steps whose bound is expected to be the least."""
+        method, sizes = self.method, torch.bincount(self.basis.groups).double()
+        levels = method.levels.icdf(_knots(LADDER + 1, torch.device("cpu")))
+        v, gain = self._of_groups(levels).cpu(), method.gain(levels)
+        cost = torch.full((len(levels), len(levels)), math.inf, dtype=torch.float64)
+        for i in range(LADDER):
+            cost[i, i + 1 :] = 0.5 * torch.log1p((gain[i + 1 :] - gain[i])[:, None] * v[i]) @ sizes
+        ending = torch.cat([torch.full((LADDER,), math.inf, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
+        if self.ending is not None:
+            ending = self._between(levels).at(self.ending.cpu().double())
+        return cheapest_grid(levels, cost, ending, k)
 
 
 def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
@@ -148,117 +232,158 @@ def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
 
 
 class Correction(nn.Module):
-    """A small convolutional network: from a prediction and its ln v to what is added to each ln v, 0 at first.
+    """A small convolutional network over blocks: what is added to each ln v, 0 at first.
 
-    The values of a vector are channels of one position.
+    It reads coordinates of rho x_hat, of the predicted noise eps_hat, whose square is 1 - rho^2 v on average, and of
+    ln(rho^2 v) without the correction.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        axes = max(1, len(shape) - 1)
+        self.blocks = Blocks(shape)
+        axes, channels = len(self.blocks.blocks), self.blocks.channels
         if axes > 3:
             raise UsageError(f"a learned variance is for data with at most four axes, got {shape}. Use 'level'.")
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-        self.shape = shape if len(shape) > 1 else (*shape, 1)
-        first, second = conv(2 * shape[0], WIDTH, 3, padding=1), conv(WIDTH, WIDTH, 3, padding=1)
-        self.layers = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), conv(WIDTH, shape[0], 3, padding=1))
+        first, second = conv(3 * channels, WIDTH, 1), conv(WIDTH, WIDTH, 3, padding=1)
+        self.layers = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), conv(WIDTH, channels, 1))
         for parameter in self.layers[-1].parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, x_hat: Data, logs: Coordinates) -> Coordinates:
-        """`logs` are the ln v without the correction, of each value of the data."""
-        given = [each.reshape(-1, *self.shape).to(next(self.parameters())) for each in (x_hat, 0.1 * logs)]
-        found = self.layers(torch.cat(given, 1)).flatten(1).to(logs)
+    def forward(self, signal: Coordinates, eps_hat: Coordinates, logs: Coordinates) -> Coordinates:
+        features = torch.asinh(signal), eps_hat.square().clamp(max=10), 0.1 * logs
+        dtype = next(self.parameters()).dtype
+        given = torch.cat([self.blocks.to_channels(each.to(dtype)) for each in features], 1)
+        found = self.blocks.from_channels(self.layers(given)).to(logs)
         return LARGEST_CORRECTION * torch.tanh(found / LARGEST_CORRECTION)
 
 
-def transition_kl(variance: Variance, x: Data, x_hat: Data, level: PerSample, gained: PerSample) -> PerSample:
+def transition_kl(
+    variance: Variance, x: Data, latent: Data, x_hat: Data, level: PerSample, gained: PerSample
+) -> PerSample:
     """KL( q(s' | s, x) || p(s' | s) ) in nats for steps that start at `level` and gain the precision `gained`."""
     squared, d = variance.basis.coordinates((x - x_hat).double()).square(), gained.double()[:, None]
-    extra = d * variance.at(level, x_hat)
+    extra = d * variance.at(level, latent, x_hat)
     return 0.5 * sum_over_data(torch.log1p(extra) + (d * squared - extra) / (1 + extra))
 
 
-def widened(variance: Variance, eps: Data, x_hat: Data, level: Float[Tensor, ""], gained: float) -> Data:
+def decoding_loss(variance: Variance, bins: Bins, x: Data, latent: Data, x_hat: Data, level: PerSample) -> PerSample:
+    """-ln p(x | latent) in nats: the mass of Normals with the predictive variance on the bins."""
+    return -discretized_normal(bins, bins.indices(x), x_hat, variance.precision(level, latent, x_hat))
+
+
+def widened(variance: Variance, eps: Data, latent: Data, x_hat: Data, level: Float[Tensor, ""], gained: float) -> Data:
     """Noise of the solver `posterior` with the missing variance: a step draws from N(s + D x_hat, D + D^2 v)."""
-    factor = torch.sqrt(1 + gained * variance.at(level.expand(len(eps)), x_hat)).to(eps.dtype)
+    factor = torch.sqrt(1 + gained * variance.at(level.expand(len(eps)), latent, x_hat)).to(eps.dtype)
     return variance.basis.values(variance.basis.coordinates(eps) * factor, eps)
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """Training samples, and their predictions at one level each."""
+
+    x: Samples
+    level: Float64[Tensor, " samples"]
+    latent: Samples
+    x_hat: Samples
+
+    def __getitem__(self, rows: Int[Tensor, " batch"]) -> Predictions:
+        return Predictions(self.x[rows], self.level[rows], self.latent[rows], self.x_hat[rows])
+
+    def batches(self, size: int, order: Int[Tensor, " samples"] | None = None) -> Iterator[Predictions]:
+        order = torch.arange(len(self.x)) if order is None else order
+        return (self[rows] for rows in order.to(self.x.device).split(size))
+
+
 @torch.no_grad()
-def fit_variance(
-    method: Method, predict: Predictor, x: Samples, basis: OrthonormalBasis, seed: int = 0, batch_size: int = 256
-) -> Variance:
-    """Fit the v of each group of coordinates to errors on training samples: a weighted average around each knot.
-
-    Test samples would make the bound too good.
-    """
-    groups = basis.groups.to(x.device)
-    sizes = torch.bincount(groups).double()
-    sums, counts = sizes.new_zeros(KNOTS, len(sizes)), sizes.new_zeros(KNOTS, 1)
-    for ids, t, x_hat in _predictions(method, predict, x, seed, batch_size):
-        squared = basis.coordinates((x[ids] - x_hat).double()).square()
-        of_group = squared.new_zeros(len(ids), len(sizes)).index_add(1, groups, squared)
-        between = Interpolation.of(_knots(KNOTS, x.device), t)
-        sums += between.scatter(of_group / sizes, KNOTS)
-        counts += between.scatter(torch.ones_like(t)[:, None], KNOTS)
-    average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
-    prior = PRIOR / sizes  # a large group needs less of the prior
-    fitted = (sums + prior * average) / (counts + prior)
-    return Variance(basis, method.levels.low, method.levels.high, fitted)
-
-
-def _predictions(
-    method: Method, predict: Predictor, x: Samples, seed: int, batch_size: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Indices of samples, positions t of their levels, and predictions, at `DRAWS` levels of every sample."""
-    generator = torch.Generator().manual_seed(seed)
+def predictions(method: Method, predict: Predictor, x: Samples, seed: int = 0, batch_size: int = 256) -> Predictions:
+    """Predictions of every sample at `DRAWS` levels."""
+    generator, found = torch.Generator().manual_seed(seed), []
     for draw in range(DRAWS):
         order = torch.randperm(len(x), generator=generator).to(x.device)
         t = low_discrepancy(len(x), float(torch.rand((), generator=generator))).to(x.device)
         for part in torch.arange(len(x), device=x.device).split(batch_size):
-            ids = order[part]
-            level = method.levels.icdf(t[part])
+            ids, level = order[part], method.levels.icdf(t[part])
             eps = standard_normal(seed, ids, draw, tuple(x.shape[1:]), x.dtype)
-            yield ids, t[part], predict(method.encoder(level).encode(x[ids], eps), level)
+            latent = method.encoder(level).encode(x[ids], eps)
+            found.append((x[ids], level, latent, predict(latent, level)))
+    return Predictions(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _corrected(
-    variance: Variance, method: Method, predict: Predictor, x: Samples, seed: int, batch_size: int
-) -> Variance:
-    """A variance of each value with a `Correction`, which is trained on the KL divergence of steps of a chain."""
-    with torch.no_grad():
-        found = list(_predictions(method, predict, x, seed + 1, batch_size))
-    ids, t, x_hat = (torch.cat(parts) for parts in zip(*found, strict=True))
-    ratio = (variance.high / variance.low) ** (1 / STEPS)
+@torch.no_grad()
+def fit_variance(method: Method, found: Predictions, basis: OrthonormalBasis, batch_size: int = 256) -> Variance:
+    """Fit the v of each group of coordinates to errors on training samples: a weighted average around each knot.
+
+    Test samples would make the bound too good.
+    """
+    device = found.x.device
+    groups = basis.groups.to(device)
+    sizes = torch.bincount(groups).double()
+    sums, counts = sizes.new_zeros(KNOTS, len(sizes)), sizes.new_zeros(KNOTS, 1)
+    for part in found.batches(batch_size):
+        squared = basis.coordinates((part.x - part.x_hat).double()).square()
+        of_group = squared.new_zeros(len(squared), len(sizes)).index_add(1, groups, squared)
+        between = Interpolation.of(_knots(KNOTS, device), method.levels.cdf(part.level))
+        sums += between.scatter(of_group / sizes, KNOTS)
+        counts += between.scatter(torch.ones_like(part.level)[:, None], KNOTS)
+    average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
+    prior = PRIOR / sizes  # a large group needs less of the prior
+    return Variance(basis, method, (sums + prior * average) / (counts + prior))
+
+
+@torch.no_grad()
+def _with_ending(variance: Variance, found: Predictions, bins: Bins, batch_size: int) -> Variance:
+    """The variance with the cost of decoding at each knot, an average of training samples around it."""
+    sums, counts = torch.zeros(2, KNOTS, dtype=torch.float64, device=found.x.device)
+    for part in found.batches(batch_size):
+        nats = decoding_loss(variance, bins, part.x, part.latent, part.x_hat, part.level)
+        between = variance._between(part.level)
+        sums += between.scatter(nats, KNOTS)
+        counts += between.scatter(torch.ones_like(nats), KNOTS)
+    return replace(variance, ending=sums / counts.clamp(min=1e-9))
+
+
+def _corrected(variance: Variance, found: Predictions, seed: int, batch_size: int) -> Variance:
+    """The variance with a `Correction`, which is trained on the KL divergence of steps of a chain."""
+    method, levels = variance.method, variance.method.levels
+    ratio = (levels.high / levels.low) ** (1 / STEPS)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
-        correction = Correction(tuple(x.shape[1:])).to(x.device)
+        correction = Correction(tuple(found.x.shape[1:])).to(found.x.device)
         aware = replace(variance, correction=correction)
         optimizer = torch.optim.Adam(correction.parameters(), lr=RATE)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * -(-len(ids) // batch_size))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * -(-len(found.x) // batch_size))
         for _ in range(EPOCHS):
-            for rows in torch.randperm(len(ids), generator=generator).to(x.device).split(batch_size):
-                level, predicted = method.levels.icdf(t[rows]), x_hat[rows]
-                gained = method.gain(torch.clamp(level * ratio, max=variance.high)) - method.gain(level)
+            for part in found.batches(batch_size, torch.randperm(len(found.x), generator=generator)):
+                gained = method.gain(torch.clamp(part.level * ratio, max=levels.high)) - method.gain(part.level)
                 optimizer.zero_grad()
-                transition_kl(aware, x[ids[rows]], predicted, level, gained).mean().backward()
+                transition_kl(aware, part.x, part.latent, part.x_hat, part.level, gained).mean().backward()
                 optimizer.step()
                 schedule.step()
     return replace(variance, correction=correction.requires_grad_(False).eval())
 
 
 def named_variance(
-    name: str, method: Method, predict: Predictor, x: Samples, seed: int = 0, batch_size: int = 256
+    name: str,
+    method: Method,
+    predict: Predictor,
+    x: Samples,
+    seed: int = 0,
+    batch_size: int = 256,
+    kind: DataKind = CONTINUOUS,
 ) -> Variance:
     """Fit the variance called `name` to training samples.
 
     Args:
         name: `level` (a function of the level alone), `pixels` (each dimension its own), `dct` (a cosine transform over
             space, frequency bands for each principal color), `pca` (the principal axes of the training samples) or
-            `learned` (as `pixels`, with a small network that knows the prediction).
+            `learned` (a cosine transform of blocks, with a small network that knows the latent and the prediction).
+        kind: The kind of data. The steps of binned data may end before the last level.
     """
     basis = basis_of(name, tuple(x.shape[1:]), _principal_axes(name, x))
-    fitted = fit_variance(method, predict, x, basis, seed, batch_size)
-    return fitted if name != "learned" else _corrected(fitted, method, predict, x, seed, batch_size)
+    found = predictions(method, predict, x, seed, batch_size)
+    variance = fit_variance(method, found, basis, batch_size)
+    if name == "learned":
+        variance = _corrected(variance, found, seed, batch_size)
+    return _with_ending(variance, found, kind, batch_size) if isinstance(kind, Bins) else variance

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from bsi import BSI, Bins, Model
+from bsi.backbones import build
+from bsi.backbones.config import MLPConfig
 from bsi.cli import main
 from bsi.data import open_dataset
 
@@ -26,7 +30,7 @@ def bsi(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
 
 def test_the_digits_come_back(rows, capsys, monkeypatch):
     monkeypatch.setattr("bsi.evaluation.runs.FITTED", 64)
-    record = bsi("compress digits digits --limit 20 -o d.bsi --steps 3", capsys)
+    record = bsi("compress digits digits --split test --limit 20 -o d.bsi --steps 3", capsys)
     assert record["bytes"] == Path("d.bsi").stat().st_size
     names = {f"{name}_bits_per_dim" for name in ("net", "gross", "bound", "png", "webp")}
     assert names | {"initial_bits", "plain_samples", "bound_error"} <= set(record)
@@ -49,3 +53,46 @@ def test_arrays_become_images_or_predictions(rows, capsys):
     assert errors[1] < errors[0] < 1
     assert 0 < rates[0] < rates[1]
     assert main(["decompress", "a.bsi", "digits", "-o", "rough.npy", "--lossy-steps", "4"]) == 2
+
+
+def network(folder: str, shape: tuple[int, ...], bins: Bins) -> None:
+    """Save a model without training."""
+    backbone = MLPConfig(width=8, depth=1)
+    Model(build(backbone, shape, bins.count), BSI(alpha_M=1e6), shape, bins).save_pretrained(folder)
+
+
+def test_folders_of_images_come_back_as_the_same_pixels(rows, capsys):
+    network("net", (3, 4, 4), Bins.uint8())
+    images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    Path("in").mkdir()
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(f"in/{i}.png")
+    record = bsi("compress net in -o a.bsi --steps 3 --variance none --no-bound", capsys)
+    assert record["samples"] == 5
+    bsi("decompress a.bsi net -o out", capsys)
+    assert np.array_equal(np.stack([np.asarray(Image.open(path)) for path in sorted(Path("out").iterdir())]), images)
+    Image.fromarray(images[0, :3]).save("in/narrow.png")
+    assert main(["compress", "net", "in", "-o", "b.bsi", "--variance", "none"]) != 0
+    assert "4 x 3" in capsys.readouterr().err
+    assert not Path("b.bsi").exists()
+
+
+def test_sound_of_16_bits_comes_back(rows, capsys):
+    network("net", (1, 64), Bins.int16())
+    sound = np.cumsum(np.random.default_rng(0).integers(-300, 300, (6, 1, 64)), 2).clip(-32768, 32767) + 32768
+    np.save("in.npy", sound.astype(np.uint16))
+    record = bsi("compress net in.npy -o a.bsi --steps 3 --variance none --no-bound", capsys)
+    assert {"linear_prediction_bits_per_dim", "lzma_bits_per_dim"} <= set(record)
+    bsi("decompress a.bsi net -o out.npy", capsys)
+    assert np.array_equal(np.load("out.npy"), sound)
+
+
+def test_a_damaged_file_leaves_no_output(rows, capsys):
+    np.save("in.npy", rows[:6])
+    bsi("compress digits in.npy -o a.bsi --steps 2 --variance none --no-bound", capsys)
+    blob = Path("a.bsi").read_bytes()
+    network("other", (1, 8, 8), Bins(-1.0, 1.0, 17))
+    for damaged, model in ((blob[:-9], "digits"), (blob[:99] + b"x" + blob[100:], "digits"), (blob, "other")):
+        Path("b.bsi").write_bytes(damaged)
+        assert main(["decompress", "b.bsi", model, "-o", "out.npy"]) != 0
+        assert not Path("out.npy").exists()

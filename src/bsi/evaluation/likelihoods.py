@@ -23,7 +23,6 @@ from bsi.elbo import Elbo, Estimator
 from bsi.errors import BsiError, UsageError
 from bsi.evaluation.runs import EvaluatedRun, Split, evaluated, fitted_variance
 from bsi.gaussian import squared_norm
-from bsi.grids import paper_grid
 from bsi.model import Model
 from bsi.progress import log
 from bsi.rng import subset
@@ -150,7 +149,7 @@ class RateDistortion:
 @torch.no_grad()
 def rate_distortion(model: EvaluatedModel, steps: int, batch_size: int = 256, seed: int = 0) -> RateDistortion:
     """The rate and the distortion after each of `steps` steps: one evaluation at each level of every sample."""
-    grid = paper_grid(model.method, steps)
+    grid, variance = model.grid(steps), model.variance
     gained = torch.diff(model.method.gain(grid))
     rates, errors = torch.zeros(2, steps + 1, dtype=torch.float64)
     n = math.prod(model.shape)
@@ -160,13 +159,15 @@ def rate_distortion(model: EvaluatedModel, steps: int, batch_size: int = 256, se
         for i in range(steps + 1):
             level = grid[i].expand(len(ids)).to(model.device)
             eps = noise(seed, ids, "measure", i, model.shape, x.dtype)
-            x_hat = predict(model.method.encoder(level).encode(x, eps), level)
+            latent = model.method.encoder(level).encode(x, eps)
+            x_hat = predict(latent, level)
             squared = squared_norm(x - x_hat).double()
             errors[i] += squared.sum().cpu()
             if i < steps:
                 step = gained[i].expand(len(ids)).to(model.device)
-                variance = model.variance
-                nats = 0.5 * step * squared if variance is None else transition_kl(variance, x, x_hat, level, step)
+                nats = 0.5 * step * squared
+                if variance is not None:
+                    nats = transition_kl(variance, x, latent, x_hat, level, step)
                 rates[i + 1] += nats.sum().cpu()
     bits = torch.cumsum(rates, 0) / (model.count * n * math.log(2))
     return RateDistortion(tuple(bits.tolist()), tuple((errors / (model.count * n)).tolist()))

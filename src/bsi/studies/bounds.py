@@ -27,7 +27,7 @@ from bsi.levels import ExpectedError, Fitted, LogUniform, Proposal, Uniform
 from bsi.methods import BSI
 from bsi.sampler import FLOW_SOLVER, NOISY_SOLVER, Sampler, VarianceKind
 from bsi.studies import outcome
-from bsi.studies.measure import OURS, Bound, LevelErrors, quality
+from bsi.studies.measure import OURS, Bound, LevelErrors, Rates, quality
 from bsi.studies.outcome import PRACTICAL_BITS, PRACTICAL_SHARE, Claim, Estimate, Outcome, StudySteps, study
 from bsi.studies.scale import DATASETS, Scale
 
@@ -208,6 +208,7 @@ def proposal(scale: Scale) -> StudySteps:
 
 KINDS: tuple[VarianceKind, ...] = ("none", "level", "dct", "learned")
 MOST = 64  # steps of the samplers
+SHOWN = 8  # points of a rate-distortion curve in its table
 
 
 @study("new", "the bound and the samples for few steps, with a predictive variance in each step")
@@ -220,19 +221,38 @@ def variance_aware(scale: Scale) -> StudySteps:
     samplers = {solver: [Sampler(k, solver, OURS.grid) for k in steps] for solver in solvers}
     samplers["posterior, variance dct"] = [replace(sampler, variance="dct") for sampler in samplers["posterior"]]
     drawn = [quality(scale, network, sampler) for curve in samplers.values() for sampler in curve]
-    results = yield [infinite, *itertools.chain(*bounds.values()), *drawn]
+    chains = {f"variance {kind}": Rates(network, steps[-1], scale.profile_images, kind) for kind in KINDS}
+    results = yield [infinite, *itertools.chain(*bounds.values()), *drawn, *chains.values()]
 
     excess = {f"variance {kind}": [results.finite_gap(b, infinite) for b in each] for kind, each in bounds.items()}
     pairs = [pair for kind in KINDS[1:] for pair in zip(bounds[kind], bounds["none"], strict=True)]
     found = {name: [results.distance([network], how) for how in curve] for name, curve in samplers.items()}
     distances = zip(found["posterior, variance dct"], found["posterior"], strict=True)
 
-    figure, (left, right) = outcome.panels(2)
+    rates = {name: results.read(job).arrays for name, job in chains.items()}
+    psnr = {name: -10 * np.log10(each["error"] / 4) for name, each in rates.items()}  # values lie in [-1, 1]
+
+    figure, (left, middle, right) = outcome.panels(3)
     outcome.curves(left, ks, excess, yscale="log", xlabel="k", ylabel=EXCESS, title="The bound for k steps")
+    for (name, each), color in zip(rates.items(), outcome.PALETTE, strict=False):
+        middle.plot(each["rate"], psnr[name], color=color, label=name)
+    middle.set(xlabel="bits/dim spent", ylabel="PSNR of the prediction, dB", title=f"The first of {steps[-1]} steps")
+    middle.legend()
     outcome.curves(right, steps, found, xlabel="steps", ylabel=scale.metric, yscale="log", title="Samples")
+    chosen = np.linspace(0, steps[-1], min(SHOWN, steps[-1]) + 1).astype(int)
     tables = {
         "L_M^k less L_M^inf, bits/dim": outcome.table("transition", ks, excess, "k = {}"),
         f"samples ({scale.metric})": outcome.table("sampler", steps, found, "{} steps"),
+        f"rate and distortion after the first of {steps[-1]} steps": [
+            {
+                "transition": name,
+                "steps": int(j),
+                "bits/dim": float(each["rate"][j]),
+                "PSNR, dB": float(psnr[name][j]),
+            }
+            for name, each in rates.items()
+            for j in chosen
+        ],
     }
     claims = [
         outcome.all_less("A predictive variance lowers the bound for k steps", (results.finite_gap(*p) for p in pairs)),

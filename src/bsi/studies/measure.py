@@ -3,6 +3,7 @@
     Training         train a network and keep its moving average
     Bound            bits per dimension of the test set, with L_M^inf or L_M^k
     LevelErrors      errors of the predictions at levels from the first to the last
+    Rates            what the first steps of a chain cost and convey
     Quality          the Fréchet distance of samples to the test set, or to the training set too
 
 A job is a record, and its name is a hash of the record. Its result is kept in files of that name, written atomically:
@@ -42,6 +43,7 @@ from bsi.data.batches import as_source
 from bsi.data.store import open_dataset
 from bsi.elbo import Estimator
 from bsi.errors import DataError, NonFinite, Preempted
+from bsi.evaluation.likelihoods import rate_distortion
 from bsi.evaluation.runs import fitted_variance
 from bsi.evaluation.samples import SampleFile, draw_into, image_batches
 from bsi.gaussian import squared_norm
@@ -101,6 +103,8 @@ class Job:
                 return speed.startup_s + 3 * network.batch * network.steps * flops / speed.training
             case Bound():
                 evaluations, compared = data.test_images * (self.levels + self.recon), 0
+            case Rates():
+                evaluations, compared = (self.steps + 1) * self.images, 0
             case LevelErrors():
                 evaluations, compared = self.levels * self.images, 0
             case Quality():
@@ -150,6 +154,24 @@ class Bound(Job):
         arrays |= {f"{name}_sizes": term.sizes for name, term in terms.items()} | {"block": found.measurements.block}
         values = {**found.record(), "images": len(found.nats), "dimensions": found.n}
         return Result(values, {name: array.numpy() for name, array in arrays.items()})
+
+
+@dataclass(frozen=True)
+class Rates(Job):
+    """The rate and the distortion of `images` test images after each step of a chain."""
+
+    steps: int
+    images: int
+    variance: VarianceKind = "none"
+
+    def measure(self, model: Model, store: Store) -> Result:
+        dataset, batch = open_dataset(self.network.data.name), store.scale.batch
+        test = model.on(as_source(dataset.split("test")[: self.images], model.device))
+        if self.variance != "none":
+            test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
+        found = rate_distortion(test, self.steps, batch)
+        arrays = {"rate": np.array(found.bits_per_dim), "error": np.array(found.squared_error)}
+        return Result({"images": test.count}, arrays)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def compress(
     data: Tensor,
     steps: int = 64,
     variance: Variance | None = None,
-    batch_size: int = 16,
+    batch_size: int = 256,
     watch: Watch = lambda step, x_hat: None,
 ) -> Compressed:
     """Compress binned data without loss.
@@ -114,9 +114,9 @@ def compress(
     Args:
         model: A model with `bins`, on the device that computes; decoding needs the same model.
         data: Bin indices.
-        steps: Steps of the chain. More steps make a tighter bound and need more initial bits.
+        steps: Steps of the chain. More steps make a tighter bound and take longer.
         variance: Variance of the transitions (`Model.fit_variance`): `level`, `pixels`, `dct` or `learned`.
-        batch_size: Samples coded together, at most: fewer while the stack holds too few bits for their latents.
+        batch_size: Samples coded together, at most. Batches grow with the number of bits on the stack.
         watch: Called with the step of the chain and the predictions x_hat of a batch, after each evaluation.
     """
     model.check_denoiser()

@@ -44,10 +44,10 @@ class Compress:
     split: Literal["test", "train"] = "test"  # The part of a prepared dataset.
     limit: int | None = None  # Compress only the first samples.
     steps: int = 64
-    """Steps of the chain of latents: more steps tighten the bound, need more initial bits and take longer."""
-    variance: Literal["none", "level", "pixels", "dct"] = "level"
+    """Steps of the chain of latents: more steps tighten the bound and take longer."""
+    variance: Literal["none", "level", "pixels", "dct", "learned"] = "level"
     """The predictive variance in each step, fitted to training samples of the run's dataset."""
-    batch_size: int = 64  # Samples coded together, at most.
+    batch_size: int = 256  # Samples coded together, at most: batches grow with the file.
     bound: bool = True  # With --no-bound, do not evaluate the bound of the same data.
     device: Device = None
     json: Json = False

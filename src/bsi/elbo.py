@@ -112,8 +112,8 @@ class Estimator:
     Args:
         measure: Levels for each sample in a round.
         recon: Reconstructions of each sample in a round.
-        finite_k: The bound for this many measurements, on the paper's grid or that of the variance; by default infinitely
-            many.
+        finite_k: The bound for this many measurements, on the paper's grid or the variance's; infinitely many by
+            default.
         proposal: How levels are drawn: see `bsi.bound.make_plan`.
         control: Use the control variate of the fitted proposal.
         target_error: Add rounds until the Monte Carlo error in bits per dimension is at most this.

@@ -31,11 +31,11 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.gaussian import Data, PerSample, over, sum_over_data
-from bsi.grids import Levels, cheapest_grid
+from bsi.gaussian import Data, PerSample, sum_over_data
+from bsi.grids import Levels, cheapest_grid, paper_grid
 from bsi.levels import Interpolation, low_discrepancy
 from bsi.likelihood import discretized_normal
-from bsi.methods.base import Method, Predictor, rho_at
+from bsi.methods.base import Method, Predictor
 from bsi.rng import standard_normal
 from bsi.sampler import VarianceKind
 from bsi.values import CONTINUOUS, Bins, DataKind
@@ -45,7 +45,7 @@ PRIOR = 4.0  # weight of the average over all coordinates, in observations per k
 MAX_PCA = 4096
 SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolated
 DRAWS = 4  # levels for each training sample
-BLOCK = 4  # side of a block of the cosine transform
+BLOCK, SMALLEST_SPACE = 4, 16  # side of a block of the cosine transform, and of the smallest image that has blocks
 WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
@@ -97,7 +97,7 @@ def basis_of(kind: str, shape: tuple[int, ...], axes: Float[Tensor, "_ _"] | Non
             return OrthonormalBasis(shape, (axes, *map(_cosines, shape[1:])), _frequency_bands(shape))
         case "learned":
             blocks = Blocks(shape)
-            return OrthonormalBasis(shape, (axes, *map(_block_cosines, blocks.sides, shape[1:])), blocks.channel())
+            return OrthonormalBasis(shape, (axes, *map(_block_cosines, blocks.sides, shape[1:])), blocks.groups())
         case "pca":
             return OrthonormalBasis((len(each),), (axes,), each)
         case _:
@@ -139,14 +139,14 @@ def _frequency_bands(shape: tuple[int, ...]) -> Int[Tensor, " coordinates"]:
 
 
 class Blocks:
-    """Data in blocks of `BLOCK` positions along each axis of space; the values of a block are channels.
+    """Data in blocks of BLOCK positions along each axis of space; the values of a block are channels.
 
-    An axis that BLOCK does not divide has smaller blocks. The values of a vector are one block.
+    Small images and axes that BLOCK does not divide have blocks of one position. A vector is one block.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.sides = [math.gcd(BLOCK, size) for size in shape[1:]]
+        self.sides = [BLOCK if size % BLOCK == 0 and size >= SMALLEST_SPACE else 1 for size in shape[1:]]
         self.channels = math.prod((shape[0], *self.sides))
         pairs = [(size // side, side) for size, side in zip(shape[1:], self.sides, strict=True)]
         self.split = (shape[0], *itertools.chain(*pairs))
@@ -163,8 +163,10 @@ class Blocks:
         back = [self.order.index(axis) for axis in range(len(self.order))]
         return split.permute(back).reshape(len(x), -1)
 
-    def channel(self) -> Int[Tensor, " coordinates"]:
-        """The channel of each coordinate."""
+    def groups(self) -> Int[Tensor, " coordinates"]:
+        """The channel of each coordinate; without blocks the coordinate itself, since small images are aligned."""
+        if self.channels == self.shape[0]:
+            return torch.arange(math.prod(self.shape))
         channels = torch.arange(self.channels).reshape(1, -1, *[1] * len(self.blocks))
         return self.from_channels(channels.expand(1, -1, *self.blocks))[0]
 
@@ -189,13 +191,7 @@ class Variance:
         v = self.of_level(level)
         if self.correction is None:
             return v
-        encoder, rho = self.method.encoder(level), rho_at(self.method, level)
-        scale = torch.where(encoder.noise > 0, 1 / encoder.noise, 0.0)
-        eps_hat = over(scale, latent) * (latent - over(encoder.signal, latent) * x_hat)
-        signal = over(rho, x_hat) * x_hat
-        uncertain = torch.log((v * rho[:, None].square()).clamp(min=SMALLEST))
-        given = self.basis.coordinates(signal), self.basis.coordinates(eps_hat), uncertain
-        return v * self.correction(*given).exp()
+        return v * self.correction(self.basis.coordinates(x_hat), torch.log(v)).exp()
 
     def of_level(self, level: PerSample) -> Coordinates:
         """The variance without the correction."""
@@ -216,7 +212,7 @@ class Variance:
     def grid(self, k: int) -> Levels:
         """The levels of k steps whose bound is expected to be the least."""
         method, sizes = self.method, torch.bincount(self.basis.groups).double()
-        levels = method.levels.icdf(_knots(LADDER + 1, torch.device("cpu")))
+        levels = paper_grid(method, LADDER)
         v, gain = self._of_groups(levels).cpu(), method.gain(levels)
         cost = torch.full((len(levels), len(levels)), math.inf, dtype=torch.float64)
         for i in range(LADDER):
@@ -232,11 +228,8 @@ def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
 
 
 class Correction(nn.Module):
-    """A small convolutional network over blocks: what is added to each ln v, 0 at first.
-
-    It reads coordinates of rho x_hat, of the predicted noise eps_hat, whose square is 1 - rho^2 v on average, and of
-    ln(rho^2 v) without the correction.
-    """
+    """A small convolutional network over blocks: from the coordinates of a prediction and their ln v to what is added
+    to each ln v, 0 at first."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -245,15 +238,15 @@ class Correction(nn.Module):
         if axes > 3:
             raise UsageError(f"a learned variance is for data with at most four axes, got {shape}. Use 'level'.")
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-        first, second = conv(3 * channels, WIDTH, 1), conv(WIDTH, WIDTH, 3, padding=1)
-        self.layers = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), conv(WIDTH, channels, 1))
+        first, second = conv(2 * channels, WIDTH, 3, padding=1), conv(WIDTH, WIDTH, 3, padding=1)
+        self.layers = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), conv(WIDTH, channels, 3, padding=1))
         for parameter in self.layers[-1].parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, signal: Coordinates, eps_hat: Coordinates, logs: Coordinates) -> Coordinates:
-        features = torch.asinh(signal), eps_hat.square().clamp(max=10), 0.1 * logs
+    def forward(self, x_hat: Coordinates, logs: Coordinates) -> Coordinates:
+        """`logs` are the ln v without the correction."""
         dtype = next(self.parameters()).dtype
-        given = torch.cat([self.blocks.to_channels(each.to(dtype)) for each in features], 1)
+        given = torch.cat([self.blocks.to_channels(each.to(dtype)) for each in (x_hat, 0.1 * logs)], 1)
         found = self.blocks.from_channels(self.layers(given)).to(logs)
         return LARGEST_CORRECTION * torch.tanh(found / LARGEST_CORRECTION)
 

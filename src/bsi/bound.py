@@ -201,8 +201,9 @@ class Integral:
             level = self.proposal.icdf(t)
             return Points(level, 1 / (level * self.proposal.density(level)))
         levels, omega = self.steps
-        # A much longer step, such as the last one of a fitted grid, costs little with its variance.
-        probability = omega.clamp(max=2 * omega.median()) * levels * self.proposal.density(levels)
+        # A step that is much longer than the others, such as the last one of a fitted grid, costs little.
+        longest = max(1.0, 2 * float(omega.median()))
+        probability = omega.clamp(max=longest) * levels * self.proposal.density(levels)
         levels, omega, probability = (v.to(t.device) for v in (levels, omega, probability / probability.sum()))
         i = torch.searchsorted(torch.cumsum(probability, 0), t.double().contiguous(), right=True)
         i = i.clamp(max=len(levels) - 1)  # t may be above the rounded sum of all probabilities

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -330,7 +331,9 @@ def tiny() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [kl, tiny])
-def test_autoencoders_of_diffusers_encode_from_a_local_folder(make, root: Path, tmp_path: Path, capsys) -> None:
+def test_autoencoders_of_diffusers_encode_from_a_local_folder(
+    make, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     network = make().eval()
     network.save_pretrained(tmp_path / "ae")
@@ -349,6 +352,9 @@ def test_autoencoders_of_diffusers_encode_from_a_local_folder(make, root: Path, 
     model = bsi.Model(backbone, bsi.BSI(alpha_M=1e4), dataset.shape, data=dataset.kind, autoencoder=stored)
     loaded = bsi.load(model.save_pretrained(tmp_path / "model"))
     assert torch.equal(loaded.sample(2, steps=2), model.sample(2, steps=2))
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match=r"bsi\[diffusers\]"):
+        patch.setitem(sys.modules, "diffusers", None)
+        open_autoencoder(tmp_path / "ae")
     if make is kl:
         assert math.isfinite(float(model.elbo(images)))
     else:

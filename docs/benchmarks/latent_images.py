@@ -32,7 +32,7 @@ from bsi.backbones import resolve
 from bsi.data.arrays import Arrays
 from bsi.data.prepare import prepare
 from bsi.data.store import Dataset, open_dataset
-from bsi.evaluation.runs import Split
+from bsi.evaluation.runs import Split, open_run, speed_up
 from bsi.evaluation.samples import image_batches, measure_quality
 from bsi.io import data_folder
 from bsi.metrics import Inception, Reference, collect, sample_quality
@@ -208,7 +208,9 @@ class Trial:
     def evaluate(self) -> None:
         """The bound of test crops, pictures of samples, and their distance to training crops."""
         dataset, args = self.images(), self.args
-        model = bsi.load(self.work / "model").to(self.device)
+        run = open_run(self.work / "model", self.world)
+        speed_up(run, args.num * 32)
+        model = run.model
         ids = subset(len(dataset.test), args.bound)
         found = model.elbo(torch.from_numpy(np.array(dataset.test[ids])), batch_size=args.batch)
         self.say(phase="evaluate", bound=str(found), images=len(ids), **found.record())

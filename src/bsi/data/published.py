@@ -230,7 +230,7 @@ class Binary:
             raise UsageError(f"threshold is a value between 0 (black) and 1 (white), got {self.threshold:g}.")
         path = Path(self.path).expanduser()
         if not os.path.isdir(path) or os.path.isfile(path / MANIFEST):
-            images = _of_dataset(self.path)
+            images = of_dataset(self.path)
         else:
             is_mnist = any((path / name).is_file() for name in IDX_FILES)
             images = Mnist(path).plan() if is_mnist else Folder(path, channels=1).plan()
@@ -257,7 +257,7 @@ class Binary:
             yield replace(block, rows=(block.rows / white > levels).astype(np.uint8))
 
 
-def _of_dataset(name: str) -> Preparation:
+def of_dataset(name: str) -> Preparation:
     """A prepared dataset as a plan of its rows."""
     dataset = open_dataset(name)
     labels = dataset.labels

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,16 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from bsi.backbones.autoencoder import Autoencoder
 from bsi.backbones.config import AutoencoderConfig
-from bsi.data.files import BLOCK_BYTES
 from bsi.data.prepare import Block, Part, Preparation
-from bsi.data.store import AUTOENCODER, SPLITS, open_dataset
+from bsi.data.published import of_dataset
+from bsi.data.store import AUTOENCODER, open_dataset
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError, extra
-from bsi.io import atomic, canonical_json, read_json, share
+from bsi.io import atomic, canonical_json, parse_json, read_json, share
 from bsi.recipe import from_plain, to_plain
 from bsi.rng import standard_normal, subset
 from bsi.values import Bins, DataKind, Latents
@@ -183,7 +183,7 @@ def _read(path: Path) -> StoredAutoencoder | None:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise CorruptCheckpoint(f"{path} is damaged or not a safetensors file ({error}). Copy it again.") from error
-    return StoredAutoencoder.of(json.loads(about), weights, str(path))
+    return StoredAutoencoder.of(parse_json(about.encode(), path), weights, str(path))
 
 
 def attached(kind: DataKind, folder: Path) -> StoredAutoencoder | None:
@@ -225,17 +225,11 @@ def plan_latents(path: str | Path, autoencoder: str | Path, device: torch.device
     kind = Latents(
         0.0, 1.0, dataset.shape, bins.count, _precision(stored, bins, x), dataset.name, dataset.version, stored.sha256
     )
-    labels = {split: None if dataset.labels is None else getattr(dataset.labels, split) for split in SPLITS}
-    parts = [
-        Part(len(rows), partial(_blocks, stored, bins, rows, labels[split], split, device))
-        for split in SPLITS
-        if len(rows := getattr(dataset, split))
-    ]
-    return Preparation(
-        name=f"{dataset.name}-latents", source=f"latents of {dataset.name}", shape=(2 * mean.shape[1], *mean.shape[2:]),
-        kind=kind, options={"images": dataset.name, "autoencoder": stored.sha256}, input=dataset.version, parts=parts,
-        label_dtype=None if dataset.labels is None else dataset.labels.train.dtype, classes=dataset.manifest.classes,
-        extra={AUTOENCODER: stored.save},
+    images = of_dataset(str(path))
+    return replace(
+        images, name=f"{images.name}-latents", source=f"latents of {images.source}", kind=kind,
+        shape=(2 * mean.shape[1], *mean.shape[2:]), options={"images": images.name, "autoencoder": stored.sha256},
+        parts=[Part(images.total, partial(_blocks, images, stored, bins, device))], extra={AUTOENCODER: stored.save},
     )  # fmt: skip
 
 
@@ -268,11 +262,8 @@ def _precision(stored: StoredAutoencoder, bins: Bins, index: Tensor) -> float:
 
 
 def _blocks(
-    stored: StoredAutoencoder, bins: Bins, rows: np.ndarray, labels: Integer[np.ndarray, " n"] | None, split: str,
-    device: torch.device, start: int,
-) -> Iterator[Block]:  # fmt: skip
-    each = max(1, min(256, BLOCK_BYTES // max(1, 4 * rows[:1].size)))
-    for first in range(start, len(rows), each):
-        here = slice(first, first + each)
-        found = stored.encode(bins.values(torch.from_numpy(np.array(rows[here])).to(device)))
-        yield Block(torch.cat(found, 1).cpu().numpy(), split == "test", None if labels is None else labels[here])
+    images: Preparation, stored: StoredAutoencoder, bins: Bins, device: torch.device, start: int
+) -> Iterator[Block]:
+    for block in images.blocks(start):
+        latents = stored.encode(bins.values(torch.from_numpy(np.array(block.rows)).to(device)))
+        yield replace(block, rows=torch.cat(latents, 1).cpu().numpy())

@@ -23,7 +23,7 @@ from bsi.denoiser import Condition, Denoiser, check_condition
 from bsi.elbo import Elbo, Estimator, Proposals
 from bsi.errors import UsageError
 from bsi.gaussian import Data, PerSample, over
-from bsi.latents import Autoencoder, Encoded, moments
+from bsi.latents import Encoded, EncoderDecoder, moments
 from bsi.levels import low_discrepancy
 from bsi.methods import check_resolution, last_noise
 from bsi.methods.base import Method, Parametrization, Predictor
@@ -55,7 +55,7 @@ class Density(nn.Module):
         sigma_data: float = 1.0,
         class_names: tuple[str, ...] = (),
         consistent: bool = False,
-        autoencoder: Autoencoder | None = None,
+        autoencoder: EncoderDecoder | None = None,
     ) -> None:
         super().__init__()
         if isinstance(method, type) or not isinstance(method, Method):
@@ -86,7 +86,7 @@ class Density(nn.Module):
         return f"{self.method}, shape={self.shape}, data={self.kind!s:.200}"
 
     @property
-    def autoencoder(self) -> Autoencoder | None:
+    def autoencoder(self) -> EncoderDecoder | None:
         """The autoencoder of a model of latents."""
         return self._autoencoder[0]
 

@@ -30,7 +30,7 @@ Ids = Int[Tensor, " batch"]
 
 
 @runtime_checkable
-class Autoencoder(Protocol):
+class EncoderDecoder(Protocol):
     """What a model of latents needs of an autoencoder. Images are values in [-1, 1]."""
 
     def encode(self, x: Image) -> tuple[Image, Image]:
@@ -45,7 +45,7 @@ class Encoded:
     """Images, or their stored latents, as a prior and an autoencoder see them. `take(ids)` returns some of them."""
 
     kind: Latents
-    autoencoder: Autoencoder
+    autoencoder: EncoderDecoder
     take: Callable[[Ids], Num[Tensor, "batch channels *space"]]
 
     @property
@@ -75,7 +75,9 @@ class Encoded:
         return -discretized_normal(self.kind.bins, index, x_hat.to(eps), self.kind.precision)
 
 
-def moments(kind: Latents, autoencoder: Autoencoder, data: Num[Tensor, "batch channels *space"]) -> tuple[Data, Data]:
+def moments(
+    kind: Latents, autoencoder: EncoderDecoder, data: Num[Tensor, "batch channels *space"]
+) -> tuple[Data, Data]:
     """Mean and standard deviation of the latents of images (integers), or of stored latents (floats)."""
     if not data.is_floating_point():
         return autoencoder.encode(kind.bins.values(data))

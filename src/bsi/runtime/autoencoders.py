@@ -48,7 +48,7 @@ Image = Float[Tensor, "batch _ _ _"]
 
 @dataclass(frozen=True, eq=False)
 class StoredAutoencoder:
-    """A trained `bsi.latents.Autoencoder` in float32, with its description. Copies of a model share it."""
+    """A trained `bsi.latents.EncoderDecoder` in float32, with its description. Copies of a model share it."""
 
     module: nn.Module
     about: Mapping[str, Any]
@@ -115,7 +115,7 @@ def _module(name: str, config: Any, channels: int) -> nn.Module:
 
 
 class DiffusersAutoencoder(nn.Module):
-    """diffusers' `AutoencoderKL` or `AutoencoderTiny`, whose latents have no noise, as a `bsi.latents.Autoencoder`."""
+    """diffusers' `AutoencoderKL` or `AutoencoderTiny`, whose latents have no noise, as a `bsi.latents.EncoderDecoder`."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

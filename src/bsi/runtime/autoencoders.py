@@ -115,7 +115,7 @@ def _module(name: str, config: Any, channels: int) -> nn.Module:
 
 
 class DiffusersAutoencoder(nn.Module):
-    """diffusers' `AutoencoderKL` or `AutoencoderTiny`, whose latents have no noise, as a `bsi.latents.EncoderDecoder`."""
+    """A network of diffusers as an `EncoderDecoder`: `AutoencoderKL`, or `AutoencoderTiny`, whose latents have no noise."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

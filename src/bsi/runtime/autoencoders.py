@@ -115,7 +115,7 @@ def _module(name: str, config: Any, channels: int) -> nn.Module:
 
 
 class DiffusersAutoencoder(nn.Module):
-    """A network of diffusers as an `EncoderDecoder`: `AutoencoderKL`, or `AutoencoderTiny`, whose latents have no noise."""
+    """`AutoencoderKL` of diffusers, or `AutoencoderTiny`, whose latents have no noise, as an `EncoderDecoder`."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

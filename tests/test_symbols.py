@@ -17,7 +17,7 @@ from bsi.grids import geometric_grid, paper_grid
 from bsi.oracle import Sequences
 from bsi.recipe import Data, Optimizer, Recipe, from_plain, to_plain
 from bsi.rng import SeededNoise
-from bsi.runtime.export import DataSpec
+from bsi.runtime.export import DataSpec, read_trained
 from bsi.sampling import drawing, end_of, trajectory
 from bsi.symbols import SymbolPredictor, drawn, expected, log_posterior, log_prob, mixture_kl
 
@@ -347,6 +347,13 @@ def test_training_fits_the_prior_and_files_store_it(tmp_path):
     assert loaded.kind == bsi.Symbols.fit(data, K, kind.names)
     spec = DataSpec("letters", "0", 81, (N,), loaded.kind)
     assert from_plain(DataSpec, to_plain(spec)) == spec
+    overlapping = replace(recipe, data=Data("letters", windows=True))
+    run = bsi.train(
+        overlapping, data=data, test=data, kind=kind, backbone=build("mlp-16x1", (K, N)), out=tmp_path / "windows"
+    )
+    assert read_trained(run.path).data.count == data.numel() - N + 1
+    with pytest.raises(UsageError, match="labels"):
+        Data("letters", windows=True, labels=True)
     with pytest.raises(UsageError, match="alpha_M"):
         bsi.train(replace(recipe, method=bsi.BSI()), data=data, kind=kind, backbone=Zero(), out=tmp_path / "bad")
 

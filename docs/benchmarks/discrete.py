@@ -45,7 +45,7 @@ from safetensors.torch import save as to_bytes
 
 import bsi
 from bsi.backbones import Backbone, accelerate, build, compute_dtype
-from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
 from bsi.data.baselines import baselines
 from bsi.data.store import SPLITS, open_dataset
 from bsi.elbo import Elbo
@@ -76,7 +76,7 @@ class Task:
     rest: np.ndarray  # the other part
     test: np.ndarray
     recipe: Recipe
-    candidates: dict[str, dict[str, Any]]  # changes of the network
+    candidates: dict[str, BackboneConfig]
 
     def figures(self, elbo: Elbo) -> dict[str, float]:
         """In nats for images, in bits for each symbol of a text, with the Monte Carlo error and that of the set."""
@@ -96,16 +96,21 @@ def text(path: Path, length: int, tiny: bool) -> Task:
     def rows(part: np.ndarray) -> np.ndarray:
         return part[: len(part) // length * length].reshape(-1, length)
 
-    base = DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.1)
-    candidates = {
-        "dropout-0.1": {}, "dropout-0.25": {"dropout": 0.25}, "wide": {"width": 512, "heads": 8, "dropout": 0.25},
-    }  # fmt: skip
+    candidates: dict[str, BackboneConfig] = {
+        "dit": DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.2, rotary=True),
+        "unet": UNetConfig(width=256, levels=3, heads=8, dropout=0.3, coarser=(384, 384)),
+        "narrow": UNetConfig(width=192, levels=3, heads=6, dropout=0.2, coarser=(288, 288)),
+        "sinusoidal": DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.25),
+    }
     if tiny:
-        base, candidates = replace(base, width=96, depth=3, heads=4), {"tiny": {}, "narrow": {"width": 48}}
+        candidates = {
+            "dit": DiTConfig(width=96, depth=3, heads=4, patch=1, dropout=0.1, rotary=True),
+            "unet": UNetConfig(width=48, levels=1, heads=4, dropout=0.1, coarser=(72,)),
+        }
     recipe = Recipe(
         name="text",
         method=bsi.BSI(lambda_0=0.5, gamma_0=250.0, alpha_M=12.0),
-        backbone=base, data=Data("text", windows=True), steps=1,
+        backbone=next(iter(candidates.values())), data=Data("text", windows=True), steps=1,
         batch=32 if tiny else 128,
         optimizer=Optimizer(kind="muon", lr=1e-2 if tiny else 3e-3, beta_2=0.99, weight_decay=0.1, schedule="cosine"),
         evaluation=Evaluation(images=64 if tiny else 1024, measure=8, batch=64 if tiny else 512), virtual_shards=1,
@@ -121,20 +126,17 @@ def mnist(path: Path, tiny: bool) -> Task:
         train, test = (
             np.unpackbits(stored[name], axis=1, count=784).reshape(-1, 1, 28, 28) for name in ("train", "test")
         )
-    base = UNetConfig(width=128, levels=2, heads=4, dropout=0.3, coarser=(256, 256))
-    candidates = {
-        "dropout-0.3": {}, "dropout-0.1": {"dropout": 0.1},
-        "flat": {"levels": 8, "heads": 1, "coarser": (), "dropout": 0.2},
-    }  # fmt: skip
+    candidates: dict[str, BackboneConfig] = {
+        "deep": UNetConfig(width=128, levels=2, heads=4, dropout=0.3, coarser=(256, 256)),
+        "deep-0.1": UNetConfig(width=128, levels=2, heads=4, dropout=0.1, coarser=(256, 256)),
+        "flat": UNetConfig(width=128, levels=8, heads=1, dropout=0.2),
+    }
     if tiny:
-        base, candidates = (
-            replace(base, width=16, levels=1, coarser=(32,), heads=2),
-            {"tiny": {}, "narrow": {"width": 8}},
-        )
+        candidates = {"deep": UNetConfig(width=16, levels=1, heads=2, dropout=0.1, coarser=(32,))}
     recipe = Recipe(
         name="mnist",
         method=bsi.BSI(lambda_0=0.1, gamma_0=100.0, alpha_M=12.0),
-        backbone=base, data=Data("mnist"), steps=1, batch=32 if tiny else 256,
+        backbone=next(iter(candidates.values())), data=Data("mnist"), steps=1, batch=32 if tiny else 256,
         optimizer=Optimizer(kind="muon", lr=3e-3, beta_2=0.99, weight_decay=0.01, schedule="cosine"),
         evaluation=Evaluation(images=64 if tiny else 10_000, measure=4, batch=64 if tiny else 1000), virtual_shards=1,
         threads=1 if tiny else None,
@@ -187,7 +189,7 @@ def save(run: bsi.Run, folder: Path) -> None:
 
 def candidate(task: Task, name: str, out: Path, args: argparse.Namespace) -> Recipe:
     """A candidate's recipe for --steps steps, or for as many as take --seconds."""
-    recipe = replace(task.recipe, backbone=replace(task.recipe.backbone, **task.candidates[name]))
+    recipe = replace(task.recipe, backbone=task.candidates[name])
     steps, stored = args.steps, out / f"{task.recipe.name}-{name}-rate.json"
     if steps is None:
         if not stored.exists():

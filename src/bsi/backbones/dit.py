@@ -3,7 +3,7 @@
     patches -> linear + fixed positions -> depth x [attention, MLP] with adaLN-Zero -> norm, linear -> patches
 
 as published, with three additions from the paper: Fourier features at the input, a 32-dimensional precision embedding,
-and dropout (0.05) of the output of each branch before its gate.
+and dropout (0.05) of the output of each branch before its gate. With `rotary` positions enter the attention instead.
 
 adaLN-Zero surrounds each branch (attention or MLP) of a block by
 
@@ -57,19 +57,27 @@ class DiT(ResidualNetwork):
     def make_layers(self, inputs: int, num_classes: int) -> None:
         self.make_residual(inputs, num_classes, DiTBlock, modulations=6)
         self.grid = self.config.grid(self.shape)
-        self.register_buffer("positions", layers.positions(self.grid, self.config.width), persistent=False)
-        self.positions: Tensor
+        config, positions, rotation = self.config, None, None
+        if config.rotary:
+            rotation = layers.rotation(self.grid, config.width // config.heads)
+        else:
+            positions = layers.positions(self.grid, config.width)
+        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("rotation", rotation, persistent=False)
+        self.positions: Tensor | None
+        self.rotation: Tensor | None
 
     def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         *per_block, last = self.modulation(self.condition(t, cond))
         x = self.embed(patchify(features, self.config.patch))
-        x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype
+        if self.positions is not None:
+            x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype
         seeds = self.seeds(2 * self.config.depth, x.device)
         if self.fast is None:
             recompute = self.config.checkpoint and self.training
             for i, (block, modulation) in enumerate(zip(self.blocks, per_block, strict=True)):
                 pair = None if seeds is None else seeds[2 * i : 2 * i + 2]
-                x = layers.run_block(block, recompute, x, modulation, pair)
+                x = layers.run_block(block, recompute, x, modulation, pair, self.rotation)
             tokens = self.head(x, last)
         else:
             tokens = self.head.project(self.fast(self, x, per_block, last, seeds))
@@ -86,11 +94,17 @@ class DiTBlock(nn.Module):
         self.mlp = FeedForward(config.width, config.mlp_ratio)
 
     def forward(
-        self, x: Tokens, modulation: Float[Tensor, "batch 6 width"], seeds: Int32[Tensor, "2 2"] | None
+        self,
+        x: Tokens,
+        modulation: Float[Tensor, "batch 6 width"],
+        seeds: Int32[Tensor, "2 2"] | None,
+        rotation: layers.Rotation | None,
     ) -> Tokens:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
         seed_a, seed_m = (None, None) if seeds is None else seeds.unbind(0)
-        x = gated_residual(x, gate_a, self.attention(modulated_norm(x, shift_a, scale_a)), self.dropout, seed_a)
+        x = gated_residual(
+            x, gate_a, self.attention(modulated_norm(x, shift_a, scale_a), rotation), self.dropout, seed_a
+        )
         return gated_residual(x, gate_m, self.mlp(modulated_norm(x, shift_m, scale_m)), self.dropout, seed_m)
 
 
@@ -105,8 +119,8 @@ class SelfAttention(nn.Module):
         layers.xavier_(self.qkv)
         layers.xavier_(self.out)
 
-    def forward(self, h: Tokens) -> Tokens:
-        return self.out(layers.attend(self.qkv(h), self.heads))
+    def forward(self, h: Tokens, rotation: layers.Rotation | None = None) -> Tokens:
+        return self.out(layers.attend(self.qkv(h), self.heads, rotation))
 
 
 def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:

@@ -90,5 +90,6 @@ def test_unsupported_data_has_no_baselines():
 
 def test_baselines_are_printed_in_the_units_of_the_bound():
     assert baselines_text({}) == ""
+    assert baselines_text({"LZMA": 2.5}, element="char") == "LZMA 2.50 bits/char"
     assert baselines_text({"histogram": 2.4402, "PNG": 4.03}) == "histogram 2.44, PNG 4.03 bits/dim"
     assert baselines_text({"full Gaussian": 2.0}, binned=False) == "full Gaussian 1.39 nats/dim"

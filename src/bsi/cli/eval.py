@@ -244,7 +244,7 @@ def eval_text(found: Found) -> str:
         return f"{found.bound}\n  {r['a']['run']} less {r['b']['run']}; {without}"
     names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(r["change_of_units"])
     terms = ", ".join(f"{name.replace('_', ' ')} {r[name]:.5f}" for name in names)
-    compared = baselines_text(r["baselines"], r["binned"])
+    compared = baselines_text(r["baselines"], r["binned"], found.bound.element)
     return (
         f"{found.bound}\n  {terms}; {r['finite_k'] or 'infinitely many'} rounds of measurement\n"
         f"  {r['images']} {r['split']} samples of {r['dataset']} ({r['dataset_version'][:12]}), {r['evaluations']} "

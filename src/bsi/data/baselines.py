@@ -63,10 +63,11 @@ def baselines(
     return {}
 
 
-def baselines_text(found: Mapping[str, float], binned: bool = True) -> str:
+def baselines_text(found: Mapping[str, float], binned: bool = True, element: str = "dim") -> str:
     """`histogram 2.44, PNG 3.02, WebP 2.31 bits/dim`, for continuous data in nats/dim, or nothing."""
-    unit, name = (1.0, "bits/dim") if binned else (math.log(2), "nats/dim")
-    return ", ".join(f"{key} {unit * bits:.2f}" for key, bits in found.items()) + f" {name}" if found else ""
+    unit, name = (1.0, "bits") if binned else (math.log(2), "nats")
+    values = ", ".join(f"{key} {unit * bits:.2f}" for key, bits in found.items())
+    return f"{values} {name}/{element}" if found else ""
 
 
 def _histogram(train: Shaped[np.ndarray, "train *data"], test: Shaped[np.ndarray, "test *data"], levels: int) -> float:

@@ -180,7 +180,8 @@ class Loop:
         apart = spec.shape[0] if self.recipe.data.windows else 1  # of samples that do not overlap
         known = train.take(apart * subset(len(train) // apart, MOST_TRAIN))
         tested = test.take(subset(len(test), len(found.nats)))
-        return baselines_text(baselines(known.cpu().numpy(), tested.cpu().numpy(), spec.kind), found.binned)
+        compared = baselines(known.cpu().numpy(), tested.cpu().numpy(), spec.kind)
+        return baselines_text(compared, found.binned, found.element)
 
     def _save(self) -> None:
         """Pass the state to the saver, on the first rank."""

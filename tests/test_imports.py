@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,13 @@ def test_every_module_has_a_place():
 
 def test_no_module_is_called_utils():
     assert not [path for path in FILES if path.stem in ("utils", "util", "helpers", "common", "misc")]
+
+
+def test_no_two_files_and_no_two_classes_have_one_name():
+    nodes = (node for path in FILES for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    files = [path.stem for path in FILES if path.stem != "__init__"]
+    assert not [name for name, count in Counter(classes + files).items() if count > 1]
 
 
 def without_torch(*modules: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Compiles what training, evaluation and sampling run, as one graph each, and compares value and gradient.
 
-A program of its own: pytest's checks of annotations wrap every function in Python that torch.compile cannot follow.
+It is a separate program, since pytest's checks of annotations wrap every function in Python that torch.compile cannot
+trace.
 Prints one line for each function, method and backend that was compiled and agreed.
 """
 

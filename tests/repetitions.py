@@ -1,7 +1,5 @@
-"""One call again and again, with other seeds or more steps. Shapes in annotations are checked the first time alone:
-
-for tensors of a few numbers the checks take longer than the arithmetic, and what is repeated has the shapes of the
-first.
+"""Repeated calls, with other seeds or more steps. Shapes in annotations are checked only in the first call: for small
+tensors the checks take longer than the arithmetic, and later calls have the same shapes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +23,7 @@ def unchecked() -> Iterator[None]:
 
 
 def repeat(call: Callable[[Item], Found], items: Iterable[Item]) -> list[Found]:
-    """`call` of every item; checked for the first."""
+    """`call` of every item, with shape checks for the first."""
     first, *others = items
     found = [call(first)]
     with unchecked():

@@ -119,6 +119,6 @@ torch.testing.assert_close(compiled(seed, torch.arange(5), 0, (10,)), standard_n
 def test_compiled_noise_is_the_same_noise():
     """A product that overflowed was undefined behavior, and compiled C++ drew other numbers.
 
-    In a process of its own: the checks of annotations under pytest are Python that torch.compile cannot follow.
+    In a separate process, since torch.compile cannot trace the checks of annotations under pytest.
     """
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=600)

@@ -1,4 +1,4 @@
-"""Reference denoisers with known errors, the regression on them, and the proposal for what is left."""
+"""Reference denoisers with known errors, the regression on them, and the proposal for the residual."""
 
 import math
 
@@ -99,7 +99,7 @@ def test_the_in_context_reference_is_the_posterior_mean_under_a_histogram(method
 
 
 def test_values_missing_in_the_data_are_finite():
-    """A bin that never occurred, in a context that never did, seen almost without noise."""
+    """A bin and a context that do not occur in the data, at almost no noise."""
     x = BINS.values(torch.randint(0, 2, (30, 1, 4), generator=generator()), torch.float64)
     method = BSI()
     levels = torch.exp(knots(method.levels, 9))

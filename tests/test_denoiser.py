@@ -49,7 +49,9 @@ def test_network_input_and_target_have_unit_variance(method, sigma_data):
 @pytest.mark.parametrize("sigma_data", [1.0, 0.5])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_c_skip_minimizes_c_out(method, sigma_data):
-    """c_out^2 = Var[x - c_skip psi] as a function of c_skip is a parabola: its vertex is ours, and so is its value."""
+    """c_out^2 = Var[x - c_skip psi] as a function of c_skip is a parabola: its vertex is the coefficient of the code,
+    and its minimum c_out^2.
+    """
     encoder = method.encoder(inner_levels(method))
     coefficients = edm(encoder, sigma_data)
 

@@ -140,7 +140,7 @@ def test_interpolant_loss_is_the_measurement_loss_up_to_an_offset():
         ours = interpolant_loss(predict(mu, level), x) / density
         offset = 0.5 * x.square().sum(1) / density
         torch.testing.assert_close(ours + offset, measurement_loss(method, predict, x, t, eps), rtol=1e-9, atol=1e-9)
-    # E[1 / density] is the length alpha_M of the range, whatever the proposal: the offset is alpha_M |x|^2 / 2.
+    # E[1 / density] is the length alpha_M of the range for every proposal: the offset is alpha_M |x|^2 / 2.
     reciprocal = 1 / density
     assert abs(reciprocal.mean() - method.alpha_M) < 4 * reciprocal.std() / math.sqrt(count)
 

@@ -71,7 +71,7 @@ def test_forward_is_the_training_loss_at_stratified_levels():
 
 
 def test_levels_of_the_loss_are_stratified_over_the_global_batch(monkeypatch):
-    """Four ranks with three samples each see the twelve strata between them, whatever their own random state."""
+    """Four ranks with three samples each draw the twelve strata together, for any random state."""
 
     def on_rank(rank: int) -> torch.Tensor:
         shared = torch.tensor(0.3, dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_half_precision_data_is_converted_to_float32(dtype):
     model = bsi.Model(Elementwise(), bsi.BSI(alpha_M=100.0), shape=(4,))
     assert model(x).dtype == torch.float32
     assert model.elbo(x, seed=1).bits_per_dim == model.elbo(x.float(), seed=1).bits_per_dim
-    assert model(x.double()).dtype == torch.float64, "and what is wider stays so"
+    assert model(x.double()).dtype == torch.float64, "wider types are kept"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

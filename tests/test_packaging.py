@@ -17,7 +17,7 @@ PAGE = {f"bsi/app/page/{path.name}" for path in (ROOT / "src" / "bsi" / "app" / 
 
 
 def build(source: Path, into: Path, target: str) -> Path:
-    """The file of `python -m build` without an environment of its own: hatchling is what that would call."""
+    """The file of `python -m build` without a new environment, by hatchling, its backend."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
     (made,) = into.glob("*.whl" if target == "wheel" else "*.tar.gz")

@@ -150,9 +150,8 @@ def test_sde2_has_weak_order_two_and_the_papers_sampler_one(method):
 
 
 def weak_errors(method: Method, seed: int) -> Tensor:
-    """How far means of functions of x are from their limit, by solver and for 16 and 32 steps, on a mixture.
-
-    All take their noise from one Brownian path, so that most of what is random cancels.
+    """Errors of means of functions of x, by solver and for 16 and 32 steps, on a mixture. All solvers use the same
+    Brownian paths, so that most of the noise cancels.
     """
     data = Mixture.isotropic(torch.tensor([[-0.9], [0.1], [0.8]], dtype=torch.float64), 0.12)
     first, most = (1 if isinstance(method, BFN) else 0), 256  # BFN's first step is one on every grid
@@ -201,7 +200,7 @@ def test_churn_keeps_the_marginals(zeta):
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_sde2_is_nearer_to_gaussian_data_than_the_papers_sampler_at_every_k(method):
-    first = 3 if isinstance(method, BFN) else 2  # before that there is no history, and they are the same
+    first = 3 if isinstance(method, BFN) else 2  # before that both solvers are the same
     for variance in VARIANCES:
         data = Law(torch.full((1,), 0.2, dtype=torch.float64), variance[None])
         for k in range(first, 65):

@@ -384,7 +384,7 @@ def test_the_page_loads_nothing_from_other_hosts(port):
 
 @dataclass(frozen=True)
 class Endless(Workbench):
-    """A workbench whose requests never end by themselves."""
+    """A workbench with requests that do not end."""
 
     made: list[None] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -456,7 +456,7 @@ def test_an_error_while_streaming_is_the_last_line(bench):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_fifty_clients_are_served_or_rejected_in_bounded_memory():
-    """Against the command itself, in a process of its own."""
+    """Against the command itself, in a separate process."""
     command = [sys.executable, "-m", "bsi", "view", "digits", "--no-browser", "--json", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -55,7 +55,7 @@ def array(path: Path) -> np.ndarray:
 
 
 def draw(network: bsi.Model, folder: Path, **changed: object) -> tuple[dict, np.ndarray]:
-    """The record and the samples of a command with a file of its own."""
+    """The record and the samples of a command that writes a new file."""
     args = arguments(folder, **{"npz": folder / f"{len(list(folder.iterdir()))}.npz", **changed})
     return write_samples(network, args), array(args.npz)
 

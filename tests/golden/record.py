@@ -572,7 +572,7 @@ def compare(found: Item, recorded: dict[str, Any] | None, strict: bool) -> Compa
 
 
 def compared(group: str) -> Iterator[Comparison]:
-    """Every item of a group, and what was recorded and is no longer there."""
+    """Compare every item of a group, and report recorded items that no longer exist."""
     recorded = json.loads(VALUES.read_text("utf-8"))
     strict, left = same_machine(recorded["about"]), [n for n in recorded["items"] if n.startswith(f"{group}: ")]
     for found in compute(group):

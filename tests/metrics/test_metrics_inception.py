@@ -64,7 +64,7 @@ def test_resize_is_tensorflows_bit_for_bit(height: int, width: int, size: int) -
 
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights that are not the published ones, scaled so that activations neither vanish nor grow."""
+    """Random weights, scaled so that activations keep their size."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in expected_shapes().items():

@@ -243,7 +243,7 @@ def test_the_terms_of_continuous_data_add_up_with_the_change_of_units(continuous
 
 
 def test_training_and_test_are_compared_on_the_same_term(copy):
-    """The bound of continuous data has a decoder's density in it, and a change of units; the loss has neither."""
+    """The bound of continuous data includes the density of the decoder and a change of units; the loss does not."""
     records = [json.loads(line) for line in (copy / "journal.jsonl").read_text().splitlines()]
     changed = {"bits_per_dim": -3.0, "measurement": 4.125}
     lines = [json.dumps(record | changed if record["event"] == "evaluate" else record) for record in records]

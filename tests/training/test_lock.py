@@ -32,7 +32,7 @@ def locked_by(folder: Path, owner: Owner, age: float = 0.0) -> None:
 
 
 def taken_over(folder: Path, me: Owner | None = None) -> str:
-    """What is logged when the lock of a folder is taken over, which must succeed."""
+    """The log message of taking over the lock of a folder, which must succeed."""
     said: list[str] = []
     with hold(folder, said.append, owner=me) as held:
         held.check()

@@ -5,7 +5,7 @@
     python docs/benchmarks/carry.py pack-run RUN --only model --to FOLDER
     python docs/benchmarks/carry.py unpack FOLDER --to FOLDER
 
-Paths in the tar are relative to the current folder (`pack`), or begin with the name of the run (`pack-run`).
+Paths in the tar are relative to --root (`pack`), or begin with the name of the run (`pack-run`).
 
 A training state in float32 is too large: weights, average and momenta of a U-Net with 8.9M parameters take 116 MB.
 `pack-run` rounds matrices and filters to bfloat16. With `--only model` averages begin again at the weights, and momenta
@@ -35,12 +35,12 @@ TOTAL = 62 << 20  # bytes of all files
 ABOUT, CARRIED = "about.json", "carried"
 
 
-def pack(paths: Sequence[Path], to: Path, root: Path | None = None) -> int:
+def pack(paths: Sequence[Path], to: Path, root: Path) -> int:
     """Write files and folders as pieces of a tar into `to`; returns their number of bytes."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         for path in paths:
-            tar.add(path, arcname=str(path.relative_to(root) if root is not None else path))
+            tar.add(path, arcname=str(path.relative_to(root)))
     data = content.getvalue()
     if len(data) > min(TOTAL, MOST * PIECE):
         raise SystemExit(f"{len(data) >> 20} MiB are too much: pack less, or with pack-run --only model.")
@@ -115,10 +115,11 @@ def main() -> None:
     parser.add_argument("action", choices=["pack", "pack-run", "unpack"])
     parser.add_argument("paths", type=Path, nargs="+")
     parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--root", type=Path, default=Path(), help="of pack: a folder that holds all paths")
     parser.add_argument("--only", nargs="+", default=[], help="groups of pack-run: model, ema, optimizer, powers")
     args = parser.parse_args()
     if args.action == "pack":
-        print(f"{pack(args.paths, args.to)} bytes in {args.to}")
+        print(f"{pack(args.paths, args.to, args.root)} bytes in {args.to}")
     elif args.action == "pack-run":
         print(f"{pack_run(args.paths[0], args.to, args.only)} bytes in {args.to}")
     else:

@@ -146,7 +146,7 @@ CANDIDATES = {
         "lr=6e-3", "flat=0.5", "network=unet-192-256-256x2", "dropout=0.1",
     ],
 }  # fmt: skip
-WIDTHS = {"bpd": (0.0, 0.05, 0.1, 0.15, 0.2), "fid": (0.0, 0.05, 0.1, 0.15)}  # of averages; 0: the trainer's own
+WIDTHS = {"bpd": (0.0, 0.05, 0.1, 0.15, 0.2), "fid": (0.0, 0.05, 0.1)}  # of averages; 0: the trainer's own
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -163,6 +163,7 @@ class Images:
     train: torch.Tensor
     labels: np.ndarray
     judge: torch.Tensor
+    part: str  # which images judge: held_out or test
 
     @classmethod
     def read(cls, held_out: bool, tiny: bool) -> "Images":
@@ -171,17 +172,16 @@ class Images:
             train, labels, judge = train[:-HELD_OUT], labels[:-HELD_OUT], train[-HELD_OUT:]
         else:
             judge = cifar10("test")
-        return cls(train[:256], labels[:256], judge[:32]) if tiny else cls(train, labels, judge)
+        part = "held_out" if held_out else "test"
+        return cls(train[:256], labels[:256], judge[:32], part) if tiny else cls(train, labels, judge, part)
 
 
 def train(recipe: Recipe, images: Images, run: Path, stop: float = math.inf) -> None:
     """Train, or resume. Raises Preempted `stop` seconds after the start of the program."""
 
     def sink(record: dict[str, Any]) -> None:
-        if (
-            record["event"] == "train"
-            and record["step"] * 10 // recipe.steps > 10 * (record["step"] - recipe.every.journal) // recipe.steps
-        ):
+        tenth = recipe.steps / 10
+        if record["event"] == "train" and record["step"] % tenth < recipe.every.journal:
             figures = {name: round(record[name], 5) for name in ("loss", "bits_per_dim", "images_per_s")}
             say(step=record["step"], of=recipe.steps, **figures)
         if time.monotonic() - BEGAN > stop and record["step"] < recipe.steps:
@@ -265,7 +265,8 @@ def distances(
     found: dict[str, Any] = {"samples": num, "guidance": guidance, "steps": steps, "solver": sampler.solver}
     for name, real in references.items():
         found[f"fid_{name}"] = round(frechet_distance(drawn.moments, real.moments), 4)
-        found[f"error_{name}"] = round(frechet_error(drawn.vectors, real.moments), 4)
+        if args.phase != "search":
+            found[f"error_{name}"] = round(frechet_error(drawn.vectors, real.moments), 4)
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -285,7 +286,7 @@ def evaluations(
             continue
         if not tools:  # kept for the next network
             inception = Inception(device=args.device)
-            known = {"judge": images.judge, "train": images.train[: 64 if args.tiny else None]}
+            known = {images.part: images.judge, "train": images.train[: 64 if args.tiny else None]}
             tools += [inception, reference_features(known, inception)]
         for steps in args.steps:
             for guidance in args.guidance:
@@ -315,7 +316,7 @@ def search(goal: str, args: argparse.Namespace) -> None:
         train(setting.recipe(goal, steps, args.seed, args.tiny), images, run)
         tried = list[dict[str, Any]]()
         nats: list[float] = []
-        quality = "bits_per_dim" if goal == "bpd" else "fid_judge"
+        quality = "bits_per_dim" if goal == "bpd" else "fid_held_out"
         for found, elbo in evaluations(goal, run, images, WIDTHS[goal], args, tools):
             say(candidate=words, **found)
             tried.append(found)
@@ -331,7 +332,7 @@ def search(goal: str, args: argparse.Namespace) -> None:
 
 def table(results: dict[str, Any], goal: str) -> None:
     """All results, the best first, with paired differences to the first one."""
-    quality, base = ("bits_per_dim" if goal == "bpd" else "fid_judge"), next(iter(results.values()), None)
+    quality, base = ("bits_per_dim" if goal == "bpd" else "fid_held_out"), next(iter(results.values()), None)
     for key, each in sorted(results.items(), key=lambda item: item[1]["best"][quality]):
         line = {"candidate": key, quality: each["best"][quality], "width": each["best"]["width"]}
         if each["nats"] and len(each["nats"]) == len(base["nats"]):

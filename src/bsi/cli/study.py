@@ -22,8 +22,8 @@ class StudyOptions:
     """Reproduce a table or figure of the paper: train, measure, draw, and state whether the paper's claim holds.
 
     The studies are comparison, architecture, fid-convergence, elbo-convergence, importance-sampling, proposal,
-    initial-precision, finite-k, noise-levels, illustration, samples, disentangle, parametrization and weighting; `all`
-    is all of them. Studies share networks and measurements. The same command resumes an interrupted study.
+    variance-aware, initial-precision, finite-k, noise-levels, illustration, samples, disentangle, parametrization and
+    weighting; `all` is all of them. Studies share networks and measurements. The same command resumes an interrupted study.
     """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None

@@ -261,9 +261,9 @@ def eval_text(found: Found) -> str:
 class Audit:
     """Evaluate the likelihood of the same samples in every way, with standard errors, and check the order.
 
-    The coded size cannot be smaller than the bound for the same number of steps, and this cannot be smaller than the
-    bound for infinitely many. The likelihood of the probability flow belongs to another model. The exit code is 1 if
-    the order is wrong by more than three standard errors.
+    The coded size cannot be smaller than the bound for the same steps, and the bound for the paper's steps cannot be
+    smaller than that for infinitely many. The likelihood of the probability flow belongs to another model. The exit
+    code is 1 if the order is wrong by more than three standard errors.
     """
 
     run: RunPath

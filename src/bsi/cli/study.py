@@ -23,7 +23,8 @@ class StudyOptions:
 
     The studies are comparison, architecture, fid-convergence, elbo-convergence, importance-sampling, proposal,
     variance-aware, initial-precision, finite-k, noise-levels, illustration, samples, disentangle, parametrization and
-    weighting; `all` is all of them. Studies share networks and measurements. The same command resumes an interrupted study.
+    weighting; `all` is all of them. Studies share networks and measurements. The same command resumes an interrupted
+    study.
     """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None

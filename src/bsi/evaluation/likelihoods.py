@@ -1,10 +1,13 @@
 """All likelihoods of one model on the same samples, and whether they are in the order that they must have.
 
-    infinite steps <= k steps with a predictive variance <= coded size            the stochastic model
-    flow                                                                          another model, on either side
+    infinite steps <= k steps of the paper
+    k steps with a predictive variance <= coded size
+    flow                                                          another model, on either side
 
 The bound of a chain of k steps is the expected length of the code that uses this chain, and the bound for infinitely
-many measurements is its limit. `audit` compares neighbors by their standard errors.
+many measurements is the limit of the paper's chain. A fitted variance is a part of the model: if a network is poor at
+the last levels, the bound with a variance can be below that for infinitely many steps. `audit` compares neighbors by
+their standard errors.
 """
 
 from __future__ import annotations
@@ -79,13 +82,13 @@ def audit(run: EvaluatedRun, split: Split, limit: int, steps: int, kind: str, dr
 
     infinite, variance = bound("infinitely many steps", None), None
     finite = bound(f"{steps} steps, the paper's transition", steps)
+    error = math.hypot(finite.monte_carlo_error, infinite.monte_carlo_error)
+    order = [OrderedPair(rows[1].name, rows[0].name, float(finite) - float(infinite), error)]
     if kind != "none" and model.symbols is None:
         variance = fitted_variance(model, split.dataset, kind)
         finite = bound(f"{steps} steps, variance {kind}", steps, variance)
-    first, last = rows[0], rows[-1]
-    error = math.hypot(finite.monte_carlo_error, infinite.monte_carlo_error)
-    order = [OrderedPair(last.name, first.name, float(finite) - float(infinite), error)]
-    if model.bins is not None and (coded := _coded(model, data, steps, variance, finite, last.name)) is not None:
+    name = rows[-1].name
+    if model.bins is not None and (coded := _coded(model, data, steps, variance, finite, name)) is not None:
         rows.append(coded[0])
         order.append(coded[1])
     if model.symbols is None:

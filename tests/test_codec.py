@@ -1,6 +1,7 @@
 """Lossless compression: exact restoration, the size of the bound, and detection of damage."""
 
 import hashlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,21 @@ def test_a_header_that_claims_a_terabyte_is_rejected_before_memory_is_taken() ->
     ):
         with pytest.raises(DataError, match="header"):
             decompress(ours, pack(replace(header, **lie), words))
+
+
+def test_a_damaged_variance_with_a_valid_hash_is_rejected() -> None:
+    ours, x = model(), data(30)
+    blob = compress(ours, x, 3, ours.fit_variance(x, "learned")).blob
+    header, words = unpack(blob)
+    stored = header.variance
+    assert stored is not None
+    for damage in (
+        {"kind": "pca"}, {"kind": "level"}, {"knots": 0}, {"knots": 7}, {"logs": "?"}, {"ending": ""}, {"weights": ""},
+        {"colors": [[1.0, 0.0]]}, {"colors": [[math.nan]]}, {"scales": [math.nan] * len(stored["scales"])},
+        {"scales": []}, {"logs": stored["logs"][:4] + "AAAA" + stored["logs"][8:]},
+    ):  # fmt: skip
+        with pytest.raises(BsiError):
+            decompress(ours, pack(replace(header, variance={**stored, **damage}), words))
 
 
 def test_another_network_is_rejected_before_decoding() -> None:

@@ -64,6 +64,8 @@ SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, which
 REACH, LEAST, MOST = 12, 64, 1 << 12
 # A batch starts only if the stack holds this multiple of the bits that it is expected to take, and these bits more.
 MARGIN, RESERVE = 1.1, 64
+STORED = ("level", "pixels", "dct", "learned")  # the variances that fit into a file
+LARGEST = 1e9  # magnitude of a number in a stored variance
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
 Watch = Callable[[int, Tensor], None]  # is called with each step and its predictions
@@ -531,10 +533,17 @@ def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | Non
         values = values.reshape(stored["knots"], -1)
         if stored["colors"] is not None:
             colors = torch.tensor(stored["colors"], dtype=torch.float64).reshape(shape[0], shape[0])
+        if stored["kind"] not in STORED:
+            raise ValueError(f"kind {stored['kind']!r:.20}")
         basis = basis_of(stored["kind"], shape, colors)
         ending = _numbers(stored["ending"], "<f4").double()
         if len(values[0]) != int(basis.groups.max()) + 1 or len(values) < 2 or len(ending) != len(values):
             raise ValueError(f"{tuple(values.shape)} variances for data of shape {shape}")
+        numbers = [ending, torch.tensor(stored.get("scales", []), dtype=torch.float64)]
+        if colors is not None:
+            numbers.append(colors)
+        if not float(torch.cat([each.flatten() for each in numbers]).abs().max()) < LARGEST:
+            raise ValueError("a number is not finite")
         if stored["kind"] == "learned":
             correction = Correction(shape).eval().requires_grad_(False)
             weights, start = _numbers(stored["weights"], "i1").float(), 0

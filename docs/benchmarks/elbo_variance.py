@@ -11,7 +11,7 @@ over seeds. `claimed` is the average variance that the estimator itself reports,
 
     independent   log-uniform levels, each drawn alone: the paper's estimator as written
     lattice       `--proposal loguniform`: equally spaced levels with shifts spread over the set, in two replicates
-    proposal      `--proposal fitted --no-control`
+    proposal      `--proposal fitted` without its control variate (`control=False` in Python)
     fitted        `--proposal fitted`
 """
 

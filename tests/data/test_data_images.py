@@ -24,8 +24,8 @@ from bsi.errors import DataError, UsageError
 from inputs import noise, save_wav
 
 
-def read(path: Path, size: int, channels: int, resampling: str = "lanczos") -> np.ndarray:
-    return pixels(open_image(path, path.name), path.name, size, channels, resampling)
+def read(path: Path, size: int, channels: int) -> np.ndarray:
+    return pixels(open_image(path, path.name), path.name, size, channels)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_wide_image_is_cropped_to_its_center_and_resampled(tmp_path: Path) -> 
     Image.fromarray(pixels.transpose(1, 0, 2)).save(tmp_path / "tall.png")
     for name in ("wide.png", "tall.png"):
         assert (read(tmp_path / name, 4, 3) == 200).all()
-        assert (read(tmp_path / name, 2, 1, "box") == 200).all()
+        assert (read(tmp_path / name, 2, 1) > 190).all()  # the filter reaches beyond the square
 
 
 def test_images_of_any_mode_become_color_or_gray_and_upright(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_images_of_any_mode_become_color_or_gray_and_upright(tmp_path: Path) -> 
     exif[0x0112] = 6  # rotated by 90 degrees
     Image.fromarray(np.rot90(gray)).save(tmp_path / "turned.png", exif=exif)
     for name in ("gray.png", "opaque.png", "palette.png", "turned.png"):
-        assert np.array_equal(read(tmp_path / name, 8, 3, "box"), np.stack([gray] * 3))
-        assert np.array_equal(read(tmp_path / name, 8, 1, "box"), gray[None])
+        assert np.array_equal(read(tmp_path / name, 8, 3), np.stack([gray] * 3))
+        assert np.array_equal(read(tmp_path / name, 8, 1), gray[None])
 
 
 def deep_png() -> bytes:

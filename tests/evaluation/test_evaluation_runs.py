@@ -141,7 +141,6 @@ def test_a_bound_is_printed_with_both_errors_and_baselines_of_the_same_images(ru
         (["RUN", "--bpd", "--num", "8"], "--num applies only with --fid"),
         (["RUN", "--bpd", "--steps", "8"], "--steps applies only with --fid"),
         (["RUN", "--fid", "--measure", "8"], "--measure applies only with --bpd"),
-        (["RUN", "--bpd", "--no-control"], "--no-control applies only with --proposal fitted"),
     ],
 )
 def test_invalid_evaluations_have_exit_code_2(runs, capsys, words, message):

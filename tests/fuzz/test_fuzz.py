@@ -51,11 +51,11 @@ NUMBER_OPTIONS = """--num --steps --seed --batch-size --guidance --limit --measu
     --optimizer.lr --ema.beta --backbone.width --every.sample --virtual-shards --accumulation --keep.last --hang-after-s
     --method.lambda-0 --method.alpha-M"""
 WORD_OPTIONS = """--solver --grid --noise --label --precision --device --split --proposal --reference --data --data.name
-    --method --backbone --name --allow --column --revision --upload --resampling --scale --nonsense --completion
+    --method --backbone --name --allow --column --revision --upload --scale --nonsense --completion
     --tyro-print-completion"""
 PATH_OPTIONS = """--out --npz --animate --per-sample --inception --weights --init-from --hub-folder --from --to
     --publish"""
-FLAGS = """--labels --json --bpd --fid --paired --kid --no-model --verify --list --plan --help --version --no-control
+FLAGS = """--labels --json --bpd --fid --paired --kid --no-model --verify --list --plan --help --version
     --dry-run --lean --audit"""
 ON_A_RUN = [
     "sample {} --num 2 --steps 2 --device cpu",

@@ -30,7 +30,6 @@ class Bench:
     """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
     method: Literal["bsi", "bfn", "vdm"] = "bsi"  # The method; all three cost the same.
     lean: bool = False  # Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU.
-    record: bool = True  # With --no-record training steps are not recorded and replayed as a CUDA graph.
     repeats: Count = 5  # Number of measurements.
     device: Device = None
     json: Json = False
@@ -71,9 +70,7 @@ class Bench:
         names = ("work", "backbone", "batch", "precision", "lean", "method")
         settings = {name: getattr(self, name) for name in names} | {"shape": shape, "dtype": devices.type_name(half)}
         settings["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        case = speed.Case(
-            self.work, backbone, shape, self.batch, self.method, self.precision, self.lean, device, self.record
-        )
+        case = speed.Case(self.work, backbone, shape, self.batch, self.method, self.precision, self.lean, device)
         with devices.enough_for_batch(self.batch, "--batch", device):
             measured = asdict(speed.measure(case, self.repeats, start))
         # JSON has no NaN.

@@ -88,8 +88,6 @@ class DataOptions:
     same up to 64; otherwise 64)."""
     channels: Literal["auto", 1, 3] | None = None
     """folder, huggingface: 3 for color, 1 for gray, auto for gray if all images are (auto)."""
-    resampling: Literal["lanczos", "bicubic", "bilinear", "box"] | None = None
-    """folder, huggingface: the filter for resizing (lanczos)."""
     test_fraction: float | None = None
     """folder, arrays, text, wav, huggingface: the fraction used as test set: chosen by hash, of text the end (0.1)."""
     skip: int | None = None

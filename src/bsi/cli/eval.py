@@ -71,7 +71,6 @@ class Eval:
     has none."""
     proposal: Literal["loguniform", "exact", "fitted"] = "loguniform"
     """The distribution of the levels; fitted learns it from a few extra evaluations, and adds a control variate."""
-    control: bool = True  # With --no-control, --proposal fitted has no control variate.
     target_se: float | None = None
     """Evaluate more rounds until the Monte Carlo standard error is below this value, in bits per dimension."""
     per_sample: Path | None = None  # Write the bound of every sample to this .npz file.
@@ -136,8 +135,6 @@ class Eval:
             if changed and not any(getattr(self, each) for each in needed):
                 name, flags = option.replace("_", "-"), " or ".join(f"--{each}" for each in needed)
                 raise UsageError(f"--{name} applies only with {flags}: leave it out, or add {flags}")
-        if not self.control and self.proposal != "fitted":
-            raise UsageError("--no-control applies only with --proposal fitted: leave it out")
         if self.variance != "none" and self.finite_k is None and not self.fid:
             raise UsageError(f"--variance {self.variance} applies only with --finite-k or --fid: add one of them")
         if not self.guidance:
@@ -174,8 +171,9 @@ def bound(args: Eval, world: World) -> Found:
     from bsi.evaluation import runs
 
     estimator = Estimator(
-        args.measure, args.recon, args.finite_k, args.proposal, args.control, args.target_se, args.seed, args.batch_size
-    )
+        args.measure, args.recon, args.finite_k, args.proposal,
+        target_error=args.target_se, seed=args.seed, batch_size=args.batch_size,
+    )  # fmt: skip
     opened = [runs.open_run(path, world, not args.weights, args.step, args.precision) for path in args.runs]
     splits = [runs.open_split(run, args.split, args.data) for run in opened]
     run, split = opened[0], splits[0]

@@ -38,8 +38,6 @@ DIVISOR = 4  # of default sizes, for a U-Net at three resolutions
 GRAY = ("1", "L", "LA")  # modes
 HUB_SURVEYED = 256  # images of each part that are decoded to choose size and channels
 
-Resampling = Literal["lanczos", "bicubic", "bilinear", "box"]
-
 
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
@@ -88,17 +86,14 @@ def checked(image: Image.Image, name: str) -> Image.Image:
     return image
 
 
-def pixels(
-    image: Image.Image, name: str, size: int, channels: int, resampling: Resampling
-) -> UInt8[np.ndarray, "c size size"]:
+def pixels(image: Image.Image, name: str, size: int, channels: int) -> UInt8[np.ndarray, "c size size"]:
     """The largest centered square of an image, resampled to (channels, size, size)."""
     side = min(image.size)
     if side < size:
         raise DataError(f"{name} has {image.size} pixels, fewer than the size {size}: choose a smaller --size")
     image = image.convert("RGB" if channels == 3 else "L")
     left, top = (image.width - side) // 2, (image.height - side) // 2
-    method = Image.Resampling[resampling.upper()]
-    array = np.asarray(image.resize((size, size), method, box=(left, top, left + side, top + side)))
+    array = np.asarray(image.resize((size, size), Image.Resampling.LANCZOS, box=(left, top, left + side, top + side)))
     return np.ascontiguousarray(array.transpose(2, 0, 1) if channels == 3 else array[None])
 
 
@@ -119,7 +114,6 @@ class ImageOptions:
 
     size: int | None = None
     channels: int | Literal["auto"] = "auto"
-    resampling: Resampling = "lanczos"
     test_fraction: float = 0.1
     skip: int = 0
 
@@ -159,7 +153,7 @@ class ImageOptions:
             **described,
             shape=(channels, size, size),
             kind=Bins.uint8(),
-            options={"size": size, "channels": channels, "resampling": self.resampling, **options},
+            options={"size": size, "channels": channels, "resampling": "lanczos", **options},
             parts=[Part(len(images.names), partial(self._blocks, images, size, channels)) for images in parts],
             label_dtype=None if parts[0].labels is None else np.dtype("<i4"),
             skip=self.skip,
@@ -169,7 +163,7 @@ class ImageOptions:
     def _blocks(self, images: ImageList, size: int, channels: int, start: int) -> Iterator[Block]:
         def read(index: int) -> UInt8[np.ndarray, "c size size"] | str:
             try:
-                return pixels(images.load(index), images.names[index], size, channels, self.resampling)
+                return pixels(images.load(index), images.names[index], size, channels)
             except DataError as error:
                 return str(error)
 
@@ -195,7 +189,7 @@ class Folder(ImageOptions):
     The hash of its relative path decides whether an image is for testing: adding or removing files moves no other file.
     """
 
-    summary: ClassVar[str] = "images in a folder; --labels, --size, --channels, --resampling, --test-fraction, --skip"
+    summary: ClassVar[str] = "images in a folder; --labels, --size, --channels, --test-fraction, --skip"
 
     path: Path
     labels: bool = False

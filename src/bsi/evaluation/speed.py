@@ -57,7 +57,6 @@ class Case:
     precision: Precision
     lean: bool
     device: torch.device
-    record: bool = True  # whether a training step may be recorded and replayed
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, 
     with case.device:
         model = build_model(recipe, data.spec, None)
     _accelerate(model.to(case.device).train().denoiser.backbone, case)
-    engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device), case.record)
+    engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device))
     stream = stack.enter_context(contextlib.closing(Stream(recipe, data.train, data.spec.latent_shape, world, 0)))
     watchdog = stack.enter_context(Watchdog(world.place, limit_s=600.0))
     return engine, stream, lambda: engine.step(stream, watchdog)

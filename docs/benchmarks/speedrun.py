@@ -54,7 +54,7 @@ from bsi.sampler import Sampler
 BEGAN = time.monotonic()
 HELD_OUT = 5000
 PROBE = 60  # steps that measure the rate
-OVERHEAD_S = 60  # of a candidate: starting, compiling and evaluating
+OVERHEAD_S = 80  # of a candidate: starting, compiling and evaluating
 POWERS = (0.05, 0.15)  # relative widths of stored averages; those between and near them are mixes of these
 CLASSES = 10
 BATCH = 1000  # images of an evaluation
@@ -88,7 +88,8 @@ class Setting:
 
     def recipe(self, goal: str, steps: int, seed: int = 0, tiny: bool = False) -> Recipe:
         base = bsi.recipes.cifar10_20min_bpd() if goal == "bpd" else bsi.recipes.cifar10_20min_fid()
-        network = replace(resolve(self.network), heads=base.backbone.heads, dropout=self.dropout)
+        network = resolve(self.network)
+        network = replace(network, heads=4 if network.coarser else 1, dropout=self.dropout)
         schedule = Optimizer if self.flat == 0 else type("Trapezoid", (Trapezoid,), {"flat": self.flat})
         optimizer = schedule(
             lr=self.lr, kind="muon", momentum=self.momentum, beta_2=0.99, weight_decay=self.decay, clip=self.clip,
@@ -209,23 +210,20 @@ def rate(setting: Setting, goal: str, images: Images, args: argparse.Namespace) 
     return known[key]
 
 
-def seconds_of(run: Path) -> float:
+def timing(run: Path) -> dict[str, float]:
     """Seconds from the first step to the last, without starting, compiling and the time between two stretches."""
     lines = [line for line in journal(run) if line["event"] == "train"]
-    median, batch = float(np.median([line["images_per_s"] for line in lines])), read_recipe(run)["batch"]
+    batch = json.loads((run / "run.json").read_text())["recipe"]["batch"]
+    median = float(np.median([line["images_per_s"] for line in lines]))
     total = lines[0]["step"] * batch / median
     for before, after in itertools.pairwise(lines):
         expected, spent = (after["step"] - before["step"]) * batch / median, after["time"] - before["time"]
         total += expected if spent > 3 * expected + 8 else spent
-    return total
+    return {"seconds": round(total, 1), "images_per_s": round(median, 1)}
 
 
 def journal(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-
-
-def read_recipe(run: Path) -> dict[str, Any]:
-    return json.loads((run / "run.json").read_text())["recipe"]
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -323,10 +321,10 @@ def search(goal: str, args: argparse.Namespace) -> None:
             if elbo is not None and found[quality] == min(each[quality] for each in tried):
                 nats = [round(value, 1) for value in elbo.nats.tolist()]
         best = min(tried, key=lambda each: each[quality])
-        results[key] = {"seconds": round(seconds_of(run), 1), "steps": steps, "best": best, "all": tried, "nats": nats}
+        results[key] = {**timing(run), "steps": steps, "best": best, "all": tried, "nats": nats}
         path.write_text(json.dumps(results))
         keep(path)
-        say(candidate=words, seconds=results[key]["seconds"], steps=steps, **best)
+        say(candidate=words, **timing(run), trained_steps=steps, **best)
     table(results, goal)
 
 
@@ -370,7 +368,7 @@ def record(goal: str, args: argparse.Namespace) -> None:
     if (run / "record.json").exists():
         raise SystemExit(f"{run} is evaluated already: the test set is used once.")
     found = {"goal": goal, "choice": args.choice, "seed": args.seed, "steps": steps, "setting": vars(setting)}
-    found |= {"training_seconds": round(seconds_of(run), 1), "torch": torch.__version__, "device": device_name(args)}
+    found |= {"training": timing(run), "torch": torch.__version__, "device": device_name(args)}
     say(**found)
     found["evaluations"] = []
     for each, elbo in evaluations(goal, run, images, (args.width,), args, []):

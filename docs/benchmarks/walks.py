@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 import bsi
 from bsi import cli, recipes
 from bsi.training.step import Engine
@@ -59,6 +61,15 @@ def command(*words: str) -> list[str]:
     return entered(lambda: cli.main([*words]))
 
 
+def view_request() -> list[str]:
+    """A request of `bsi view` to draw samples, without the server."""
+    from bsi.app.workbench import Request, open_workbench
+
+    bench = open_workbench(Path("digits"), "digits", torch.device("cpu"))
+    request = Request(kind="draw", seed=1, num=4, evaluations=8, solver="ode2", grid="edm")
+    return entered(lambda: [frame.line() for frame in bench.frames(request)])
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -67,6 +78,7 @@ if __name__ == "__main__":
             "training step": train_step(folder),
             "bsi sample": command("sample", "digits", "--num", "4", "--out", picture),
             "bsi eval": command("eval", "digits", "--bpd"),
+            "view request": view_request(),
         }
     for task, files in walks.items():
         print(f"{task}: {len(files)} files\n  {' '.join(files)}")

@@ -97,15 +97,16 @@ def text(path: Path, length: int, tiny: bool) -> Task:
         return part[: len(part) // length * length].reshape(-1, length)
 
     candidates: dict[str, BackboneConfig] = {
-        "dit": DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.2, rotary=True),
+        "dit": DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.2, kernel=5),
         "unet": UNetConfig(width=256, levels=3, heads=8, dropout=0.3, coarser=(384, 384)),
         "narrow": UNetConfig(width=192, levels=3, heads=6, dropout=0.2, coarser=(288, 288)),
-        "sinusoidal": DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.25),
+        "published": DiTConfig(width=384, depth=8, heads=6, patch=1, dropout=0.25),
     }
     if tiny:
         candidates = {
-            "dit": DiTConfig(width=96, depth=3, heads=4, patch=1, dropout=0.1, rotary=True),
-            "unet": UNetConfig(width=48, levels=1, heads=4, dropout=0.1, coarser=(72,)),
+            "dit": DiTConfig(width=96, depth=3, heads=4, patch=1, dropout=0.0, kernel=5),
+            "published": DiTConfig(width=96, depth=3, heads=4, patch=1, dropout=0.0),
+            "unet": UNetConfig(width=48, levels=1, heads=4, dropout=0.0, coarser=(72,)),
         }
     recipe = Recipe(
         name="text",

@@ -360,7 +360,7 @@ def text8(method: str = "bsi") -> Recipe:
     Paper: none; 1.41 bits per character for a Bayesian flow network (Graves et al., 2023)
     """
     return Recipe(
-        name="text8", method=SYMBOLS[method], backbone=replace(DIT_SIZES["b"], patch=1, dropout=0.01),
+        name="text8", method=SYMBOLS[method], backbone=replace(DIT_SIZES["b"], patch=1, kernel=5, dropout=0.01),
         data=Data("text8", windows=True), steps=1_000_000, batch=3072, optimizer=Optimizer(lr=2e-4, warmup=2500),
         ema=Ema(beta=0.9999, start=1000), every=Every(journal=50, evaluate=10_000, sample=10_000, checkpoint=5000),
         samples=Samples(count=4, sampler=Sampler(steps=256)),

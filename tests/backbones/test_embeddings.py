@@ -1,13 +1,12 @@
 """Fourier features, precision embedding, positions and labels: the statements of their docstrings."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
 from bsi.backbones.config import fourier_exponents, input_channels
-from bsi.backbones.layers import ConditionEmbedding, FourierFeatures, PrecisionEmbedding, positions, rotate, rotation
+from bsi.backbones.layers import ConditionEmbedding, FourierFeatures, PrecisionEmbedding, positions
 from bsi.errors import UsageError
 
 STEP = 1 / 1024
@@ -82,18 +81,6 @@ def test_positions_distinguish_all_points_of_a_grid(grid: tuple[int, ...]) -> No
     table = positions(grid, 20)
     assert table.shape == (math.prod(grid), 20)
     assert torch.cdist(table, table)[~torch.eye(len(table), dtype=torch.bool)].min() > 0.1
-
-
-@pytest.mark.parametrize(("grid", "size"), [((6,), 9), ((3, 4), 16)])
-def test_products_of_rotated_vectors_depend_on_the_displacement_only(grid: tuple[int, ...], size: int) -> None:
-    angles, count = rotation(grid, size).double(), math.prod(grid)
-    q, k = torch.randn(2, 1, 1, 1, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    products = rotate(q.expand(1, 1, count, size), angles)[0, 0] @ rotate(k.expand(1, 1, count, size), angles)[0, 0].T
-    places, found = list(itertools.product(*map(range, grid))), dict[tuple[int, ...], float]()
-    for (a, i), (b, j) in itertools.product(enumerate(places), repeat=2):
-        product, displacement = float(products[a, b]), tuple(x - y for x, y in zip(i, j, strict=True))
-        assert found.setdefault(displacement, product) == pytest.approx(product, abs=1e-5)
-    assert len({round(product, 4) for product in found.values()}) == len(found)
 
 
 def test_a_missing_label_is_the_null_class_and_an_unexpected_one_raises() -> None:

@@ -14,6 +14,7 @@ from bsi.errors import UsageError
 
 TINY: dict[str, tuple[BackboneConfig, tuple[int, ...]]] = {
     "dit-1d": (DiTConfig(width=16, depth=2, heads=2, patch=4), (2, 8)),
+    "dit-window": (DiTConfig(width=16, depth=2, heads=2, patch=2, kernel=3), (2, 8)),
     "dit-2d": (DiTConfig(width=16, depth=2, heads=2, patch=2), (3, 4, 6)),
     "dit-3d": (DiTConfig(width=16, depth=2, heads=4, patch=2), (1, 4, 2, 4)),
     "unet-1d": (UNetConfig(width=8, levels=2), (2, 6)),
@@ -143,6 +144,22 @@ def test_patchify_keeps_pixels_of_a_patch_together_and_unpatchify_inverts_it() -
     assert tokens.shape == (2, 6, 24)
     assert tokens[1, 4].equal(x[1, :, 2:4, 2:4, 0:2].flatten())
     assert unpatchify(tokens, (2, 3, 1), 2).equal(x)
+
+
+@pytest.mark.parametrize("shape", [(3, 12), (3, 12, 8)])
+def test_a_token_is_computed_from_a_window_of_patches(shape: tuple[int, ...]) -> None:
+    config = DiTConfig(width=8, depth=1, heads=2, patch=2, kernel=3)
+    network = build(config, shape)
+    assert cost(config, shape).parameters == sum(p.numel() for p in network.parameters())
+    x = torch.randn(1, *shape, requires_grad=True)
+    tokens = network.embed(x)
+    assert tokens.shape == (1, math.prod(config.grid(shape)), 8)
+    (gradient,) = torch.autograd.grad(tokens[0, 0].sum(), x)
+    window = torch.zeros(shape, dtype=torch.bool)
+    window[(slice(None), *[slice(4)] * (len(shape) - 1))] = True
+    assert torch.equal(gradient[0] != 0, window)
+    with pytest.raises(UsageError, match="odd"):
+        DiTConfig(width=8, depth=1, heads=2, kernel=2)
 
 
 def _layer_norm(x: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,8 @@ class DiTConfig:
         mlp_ratio: Hidden channels of a block's MLP, as a multiple of the width.
         dropout: Dropout of the outputs of each block's attention and MLP (paper: 0.05).
         checkpoint: Store only each block's input for the backward pass, and recompute the block there.
-        rotary: Rotate queries and keys by their positions in place of adding positions to the tokens: attention then
-            depends on distances, which is learned much faster where neighbors matter most, as in text.
+        kernel: Side of the window of patches that a token is computed from, an odd number. The published 1 is the patch
+            alone: blocks must then find neighbors by their positions, which takes long where a patch is one symbol.
     """
 
     width: int
@@ -68,10 +68,12 @@ class DiTConfig:
     mlp_ratio: int = 4
     dropout: float = 0.05
     checkpoint: bool = False
-    rotary: bool = False
+    kernel: int = 1
 
     def __post_init__(self) -> None:
         _check_sizes(self.width, self.heads, self.dropout, depth=self.depth, patch=self.patch, mlp_ratio=self.mlp_ratio)
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UsageError(f"kernel must be an odd number of patches, got {self.kernel}. Use 1, 3 or 5.")
 
     def check(self, shape: Shape) -> None:
         """Raise UsageError for data that this network cannot take."""
@@ -79,7 +81,7 @@ class DiTConfig:
         if any(size % self.patch for size in shape[1:]):
             fix = f"Use a patch that divides {math.gcd(*shape[1:])}, or another size of the data (`bsi data --size`)."
             raise UsageError(f"the patch must divide all spatial sizes, got {shape[1:]} and patch {self.patch}. {fix}")
-        least = 2 * (len(shape) - 1) * (self.heads if self.rotary else 1)
+        least = 2 * (len(shape) - 1)
         if self.width < least:
             raise UsageError(f"positions of {shape[1:]} need a width of at least {least}, got width={self.width}.")
 
@@ -213,7 +215,7 @@ def resolve(name: str) -> BackboneConfig:
     """The config with this name.
 
     >>> resolve("dit-l/2")
-    DiTConfig(width=1024, depth=24, heads=16, patch=2, mlp_ratio=4, dropout=0.05, checkpoint=False, rotary=False)
+    DiTConfig(width=1024, depth=24, heads=16, patch=2, mlp_ratio=4, dropout=0.05, checkpoint=False, kernel=1)
     """
     lowered = name.lower()
     if (match := re.fullmatch(r"dit-([a-z]+)/(\d{1,9})", lowered)) and match[1] in DIT_SIZES:
@@ -287,7 +289,8 @@ def _blocks(config: DiTConfig | MLPConfig, shape: Shape, inputs: int, outputs: i
     if isinstance(config, DiTConfig):
         block, modulations = block + _attention(width, tokens), 6
     modulation = _product(width, (modulations * config.depth + 2) * width)
-    ends = _product(inputs * pixels, width, tokens) + _product(width, outputs * pixels, tokens)
+    window = config.kernel ** (len(shape) - 1) if isinstance(config, DiTConfig) else 1
+    ends = _product(inputs * pixels * window, width, tokens) + _product(width, outputs * pixels, tokens)
     return modulation + block * config.depth + ends
 
 

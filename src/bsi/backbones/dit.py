@@ -3,7 +3,7 @@
     patches -> linear + fixed positions -> depth x [attention, MLP] with adaLN-Zero -> norm, linear -> patches
 
 as published, with three additions from the paper: Fourier features at the input, a 32-dimensional precision embedding,
-and dropout (0.05) of the output of each branch before its gate. With `rotary` positions enter the attention instead.
+and dropout (0.05) of the output of each branch before its gate. With `kernel` > 1 patches overlap.
 
 adaLN-Zero surrounds each branch (attention or MLP) of a block by
 
@@ -37,12 +37,13 @@ class ResidualNetwork(Backbone):
     def make_residual(self, inputs: int, num_classes: int, block: Callable[..., nn.Module], modulations: int) -> None:
         config = self.config
         pixels = math.prod(self.shape[1:]) // math.prod(config.grid(self.shape))  # of a token
-        self.embed = nn.Linear(inputs * pixels, config.width)
+        embed = nn.Linear(inputs * pixels, config.width)
+        self.embed: nn.Module = embed
         self.condition = ConditionEmbedding(config.width, num_classes)
         self.modulation = Modulation(config.width, modulations, config.depth)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.depth))
         self.head = ModulatedHead(config.width, self.out_shape[0] * pixels)
-        layers.xavier_(self.embed)
+        layers.xavier_(embed)
 
     def regions(self) -> Iterator[nn.Module]:
         yield from self.blocks
@@ -56,32 +57,39 @@ class DiT(ResidualNetwork):
 
     def make_layers(self, inputs: int, num_classes: int) -> None:
         self.make_residual(inputs, num_classes, DiTBlock, modulations=6)
+        if self.config.kernel > 1:
+            self.embed = Window(inputs, self.config, len(self.shape) - 1)
         self.grid = self.config.grid(self.shape)
-        config, positions, rotation = self.config, None, None
-        if config.rotary:
-            rotation = layers.rotation(self.grid, config.width // config.heads)
-        else:
-            positions = layers.positions(self.grid, config.width)
-        self.register_buffer("positions", positions, persistent=False)
-        self.register_buffer("rotation", rotation, persistent=False)
-        self.positions: Tensor | None
-        self.rotation: Tensor | None
+        self.register_buffer("positions", layers.positions(self.grid, self.config.width), persistent=False)
+        self.positions: Tensor
 
     def network(self, features: Image, t: Times, cond: Labels | None) -> Image:
         *per_block, last = self.modulation(self.condition(t, cond))
-        x = self.embed(patchify(features, self.config.patch))
-        if self.positions is not None:
-            x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype
+        x = self.embed(features) if self.config.kernel > 1 else self.embed(patchify(features, self.config.patch))
+        x = x + self.positions.to(x.dtype)  # the residual stream has the compute dtype
         seeds = self.seeds(2 * self.config.depth, x.device)
         if self.fast is None:
             recompute = self.config.checkpoint and self.training
             for i, (block, modulation) in enumerate(zip(self.blocks, per_block, strict=True)):
                 pair = None if seeds is None else seeds[2 * i : 2 * i + 2]
-                x = layers.run_block(block, recompute, x, modulation, pair, self.rotation)
+                x = layers.run_block(block, recompute, x, modulation, pair)
             tokens = self.head(x, last)
         else:
             tokens = self.head.project(self.fast(self, x, per_block, last, seeds))
         return unpatchify(tokens, self.grid, self.config.patch)
+
+
+class Window(nn.Module):
+    """A convolution over patches and their neighbors, as tokens."""
+
+    def __init__(self, inputs: int, config: DiTConfig, axes: int) -> None:
+        super().__init__()
+        side, padding = config.kernel * config.patch, config.kernel // 2 * config.patch
+        self.conv = layers.CONVOLUTIONS[axes - 1](inputs, config.width, side, stride=config.patch, padding=padding)
+        layers.xavier_(self.conv)
+
+    def forward(self, x: Image) -> Tokens:
+        return self.conv(x).flatten(2).mT.contiguous()
 
 
 class DiTBlock(nn.Module):
@@ -94,17 +102,11 @@ class DiTBlock(nn.Module):
         self.mlp = FeedForward(config.width, config.mlp_ratio)
 
     def forward(
-        self,
-        x: Tokens,
-        modulation: Float[Tensor, "batch 6 width"],
-        seeds: Int32[Tensor, "2 2"] | None,
-        rotation: layers.Rotation | None,
+        self, x: Tokens, modulation: Float[Tensor, "batch 6 width"], seeds: Int32[Tensor, "2 2"] | None
     ) -> Tokens:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.unbind(1)
         seed_a, seed_m = (None, None) if seeds is None else seeds.unbind(0)
-        x = gated_residual(
-            x, gate_a, self.attention(modulated_norm(x, shift_a, scale_a), rotation), self.dropout, seed_a
-        )
+        x = gated_residual(x, gate_a, self.attention(modulated_norm(x, shift_a, scale_a)), self.dropout, seed_a)
         return gated_residual(x, gate_m, self.mlp(modulated_norm(x, shift_m, scale_m)), self.dropout, seed_m)
 
 
@@ -119,8 +121,8 @@ class SelfAttention(nn.Module):
         layers.xavier_(self.qkv)
         layers.xavier_(self.out)
 
-    def forward(self, h: Tokens, rotation: layers.Rotation | None = None) -> Tokens:
-        return self.out(layers.attend(self.qkv(h), self.heads, rotation))
+    def forward(self, h: Tokens) -> Tokens:
+        return self.out(layers.attend(self.qkv(h), self.heads))
 
 
 def modulated_norm(x: Tokens, shift: PerSample, scale: PerSample) -> Tokens:

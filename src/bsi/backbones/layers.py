@@ -28,8 +28,6 @@ PerSample = Float[Tensor, "batch width"]
 Times = Float[Tensor, " batch"]
 Labels = Int[Tensor, " batch"]
 Seed = Int32[Tensor, " 2"]
-Heads = Float[Tensor, "batch heads tokens size"]
-Rotation = Float[Tensor, "2 tokens half"]
 
 
 class Wide(nn.Module):
@@ -197,34 +195,12 @@ def positions(grid: tuple[int, ...], width: int) -> Float[Tensor, "tokens width"
     return pad(features, (0, width - features.shape[1])).float()
 
 
-def rotation(grid: tuple[int, ...], size: int) -> Rotation:
-    """Cosines and sines of the angles that rotate the pairs of a head's channels at each point of a grid.
-
-    Each axis rotates size // (2 * axes) pairs, by n / 10000^(i / count); remaining channels are not rotated.
-    """
-    count = size // (2 * len(grid))
-    omega = 10000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
-    coordinates = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
-    angles = torch.cat([axis.reshape(-1, 1) * omega for axis in coordinates], dim=1)
-    angles = pad(angles, (0, size // 2 - angles.shape[1]))
-    return torch.stack([angles.cos(), angles.sin()]).float()
-
-
-def rotate(x: Heads, rotation: Rotation) -> Heads:
-    """Rotary positions (Su et al., 2021): the product of two rotated vectors depends on the distance of their tokens.
-
-    Channel i forms a pair with channel i + half; the last channel of an odd number stays as it is.
-    """
-    cos, sin = rotation.to(x.dtype)
-    half = cos.shape[1]
-    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
-
-
 # ---- Initialization: biases and the last layer of every network are 0. The other weights are as published: Xavier for
 # the DiT's blocks, LeCun for VDM's U-Net and for the embedding of the condition.
 
-Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+CONVOLUTIONS: list[type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+Layer = nn.Linear | Convolution
 
 
 def zero_(layer: Layer) -> None:
@@ -232,7 +208,7 @@ def zero_(layer: Layer) -> None:
         nn.init.zeros_(parameter)
 
 
-def xavier_(layer: nn.Linear) -> None:
+def xavier_(layer: Layer) -> None:
     zero_(layer)
     nn.init.xavier_uniform_(layer.weight)
 
@@ -292,10 +268,8 @@ def run_block(block: nn.Module, recompute: bool, *inputs: Any) -> Tensor:
     return block(*inputs)
 
 
-def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int, rotation: Rotation | None = None) -> Tokens:
-    """Multi-head attention of concatenated queries, keys and values, which are not copied unless they are rotated."""
+def attend(qkv: Float[Tensor, "batch tokens three_widths"], heads: int) -> Tokens:
+    """Multi-head attention of concatenated queries, keys and values, which are not copied."""
     batch, tokens, three_widths = qkv.shape
     q, k, v = qkv.view(batch, tokens, 3, heads, three_widths // 3 // heads).transpose(1, 3).unbind(2)
-    if rotation is not None:
-        q, k = rotate(q, rotation), rotate(k, rotation)
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, three_widths // 3)

@@ -28,8 +28,6 @@ from bsi.backbones.config import UNetConfig
 from bsi.backbones.layers import NORM_EPS, Backbone, ConditionEmbedding, Image, Labels, PerSample, Seed, Times, Wide
 
 Rows = Float[Tensor, "batch pixels channels"]
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-CONVOLUTIONS: list[type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]] = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 CONVOLVE = [conv1d, conv2d, conv3d]
 
 
@@ -134,7 +132,7 @@ class UNetBlock(nn.Module):
         self.conv_in = convolution(inputs, width, dim)
         self.norm_out = group_norm(width)
         self.conv_out = convolution(width, width, dim)
-        self.shortcut = CONVOLUTIONS[dim - 1](inputs, width, 1) if joins else None
+        self.shortcut = layers.CONVOLUTIONS[dim - 1](inputs, width, 1) if joins else None
         self.attention = PixelAttention(width, config.heads) if attends else None
         layers.lecun_(self.conv_in)
         layers.zero_(self.conv_out)
@@ -157,8 +155,8 @@ class UNetBlock(nn.Module):
         return x if self.attention is None else self.attention(x)
 
 
-def convolution(inputs: int, outputs: int, dim: int, stride: int = 1) -> Convolution:
-    return CONVOLUTIONS[dim - 1](inputs, outputs, 3, stride=stride, padding=1)
+def convolution(inputs: int, outputs: int, dim: int, stride: int = 1) -> layers.Convolution:
+    return layers.CONVOLUTIONS[dim - 1](inputs, outputs, 3, stride=stride, padding=1)
 
 
 def convolve(x: Image, weight: Tensor) -> Image:
@@ -166,7 +164,7 @@ def convolve(x: Image, weight: Tensor) -> Image:
     return CONVOLVE[x.ndim - 3](x, weight, padding=1)
 
 
-def bias_of(conv: Convolution) -> Float[Tensor, " outputs"]:
+def bias_of(conv: layers.Convolution) -> Float[Tensor, " outputs"]:
     assert conv.bias is not None
     return conv.bias
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bsi.backbones.dit import DiT
-from bsi.backbones.layers import PerSample, Rotation, Seed, rotate
+from bsi.backbones.layers import PerSample, Seed
 from bsi.backbones.layers import Tokens as Stream
 from bsi.kernels import dit_kernels as kernels
 from bsi.kernels.cublaslt import Epilogue, input_gradient, product, weight_gradient
@@ -103,7 +103,6 @@ class _Attention:
     eight: Weights8 | None
     heads: int
     tokens: int
-    rotation: Rotation | None
 
     def forward(self, ctx: Any, h: Matrix, first: Matrix, bias: PerChannel, second: Matrix, keep: bool) -> Forward:
         qkv = product(h, first, Epilogue.BIAS, bias)
@@ -111,8 +110,7 @@ class _Attention:
         parts = qkv.view(-1, self.tokens, 3, self.heads, width // self.heads).transpose(1, 3).unbind(2)
         with torch.set_grad_enabled(keep):
             q, k, v = (part.detach().requires_grad_(keep) for part in parts)
-            pair = (q, k) if self.rotation is None else (rotate(q, self.rotation), rotate(k, self.rotation))
-            mixed = scaled_dot_product_attention(*pair, v)
+            mixed = scaled_dot_product_attention(q, k, v)
         if keep:
             ctx.attention = (q, k, v), mixed
         rows = mixed.detach().transpose(1, 2).reshape(-1, width)
@@ -254,7 +252,7 @@ class FusedDiT:
             attention, mlp = block.attention, block.mlp
             x, branch = _HalfBlock.apply(
                 x, branch, bias, gate, shift_a, scale_a, attention.qkv.weight, attention.qkv.bias, attention.out.weight,
-                _Attention(eight[2 * i], attention.heads, x.shape[1], network.rotation), self.lean, dropout, seed, keep,
+                _Attention(eight[2 * i], attention.heads, x.shape[1]), self.lean, dropout, seed, keep,
             )  # fmt: skip
             x, branch = _HalfBlock.apply(
                 x, branch, attention.out.bias, gate_a, shift_m, scale_m, mlp.expand.weight, mlp.expand.bias,

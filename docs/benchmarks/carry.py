@@ -79,7 +79,7 @@ def pack_run(run: Path, to: Path, only: Sequence[str] = ()) -> int:
             if only and group not in only:
                 about["missing"][group] = {name: list(tensor.shape) for name, tensor in tensors.items()}
             else:
-                save_file({name: _half(tensor) for name, tensor in tensors.items()}, folder / f"{group}.safetensors")
+                save_file({name: half(tensor) for name, tensor in tensors.items()}, folder / f"{group}.safetensors")
         (folder / ABOUT).write_text(json.dumps(about))
         for file in run.glob("*.json*"):
             if file.name != "lock.json":
@@ -87,7 +87,7 @@ def pack_run(run: Path, to: Path, only: Sequence[str] = ()) -> int:
         return pack([folder.parent], to, Path(temporary))
 
 
-def _half(tensor: Tensor) -> Tensor:
+def half(tensor: Tensor) -> Tensor:
     """Vectors and counters keep their precision: they are small."""
     return tensor.bfloat16() if tensor.ndim > 1 and tensor.dtype == torch.float32 else tensor
 
@@ -104,7 +104,7 @@ def _restore(folder: Path) -> None:
             tensors[group] = {name: torch.zeros(shape) for name, shape in shapes.items()}
             tensors[group]["counter/scale"] = torch.ones(())
         else:  # an average; a power-function average has the names "WIDTH/NAME"
-            known = tensors.get("ema", tensors["model"])
+            known = tensors["ema" if "ema" in tensors else "model"]
             tensors[group] = {name: known[name.rpartition("/")[2]].clone() for name in shapes}
     checkpoint.save(folder.parent / "checkpoints", Snapshot(about["step"], tensors, about["state"]), Keep())
     shutil.rmtree(folder)

@@ -15,8 +15,8 @@ steps measures once, so that candidates are compared at equal time.
 
 Prints JSON lines; `s` is the time in seconds. `search` adds each result to FOLDER/GOAL.json and skips what is there.
 After --stop seconds the program saves and exits with code 75, and the same command resumes, also on another machine
-if FOLDER is taken there: for a record with --save FOLDER, which writes its state in bfloat16 (carry.py), and --start
-FOLDER. With $OUT set, results are copied there. --tiny is for a CPU.
+if FOLDER is taken there: for a record with --save FOLDER, which writes its state in bfloat16 (carry.py), or in the end
+the network, and --start FOLDER. With $OUT set, results are copied there. --tiny is for a CPU.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from carry import pack_run, unpack
+from carry import half, pack, pack_run, unpack
 from cifar10_images import cifar10, cifar10_labels
 
 import bsi
@@ -49,6 +49,7 @@ from bsi.pictures import grid
 from bsi.recipe import Ema, Every, Objective, Optimizer, Recipe
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.ema import reconstruct
+from bsi.runtime.export import export, read_trained, write_export
 from bsi.sampler import Sampler
 
 BEGAN = time.monotonic()
@@ -361,10 +362,14 @@ def record(goal: str, args: argparse.Namespace) -> None:
     steps = json.loads(plan.read_text())["steps"]
     try:
         train(setting.recipe(goal, steps, args.seed, args.tiny), images, run, args.stop)
+    except BaseException:
+        if args.save is not None and (run / "checkpoints").exists():
+            say(saved_state=pack_run(run, args.save, args.carry))
+        raise
     finally:
         keep(run / "journal.jsonl", f"{run.name}.jsonl")
-        if args.save is not None and (run / "checkpoints").exists():
-            say(saved=pack_run(run, args.save, args.carry))
+    if args.save is not None:
+        say(saved_network=pack([network_file(run, args.width)], args.save, run))
     if (run / "record.json").exists():
         raise SystemExit(f"{run} is evaluated already: the test set is used once.")
     found = {"goal": goal, "choice": args.choice, "seed": args.seed, "steps": steps, "setting": vars(setting)}
@@ -381,6 +386,13 @@ def record(goal: str, args: argparse.Namespace) -> None:
     grid(shown.cpu().numpy(), CLASSES).save(run / "samples.png")
     keep(run / "record.json", f"{run.name}.json")
     keep(run / "samples.png", f"{run.name}.png")
+
+
+def network_file(run: Path, width: float) -> Path:
+    """The network in bfloat16 as one file, for `bsi eval` and `bsi sample`."""
+    trained = read_trained(export(run, run / "network.safetensors", sigma_rel=width or None))
+    weights = {name: half(tensor) for name, tensor in trained.weights.items()}
+    return write_export(run / "network.safetensors", replace(trained, weights=weights))
 
 
 def device_name(args: argparse.Namespace) -> str:

@@ -78,12 +78,13 @@ def test_a_rejected_run_leaves_no_files(tmp_path, monkeypatch, capsys):
         assert Path("runs/digits/status.json").is_file(), "an existing run stays"
 
 
-def test_the_files_of_a_run_have_the_permissions_of_its_folder(tmp_path):
+def test_the_files_of_a_run_have_the_permissions_of_its_folder(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     run.chmod(0o755)
-    quick = ["--steps", "1", "--every.evaluate", "0", "--every.sample", "0"]
+    quick = ["--steps", "1", "--every.evaluate", "0", "--every.sample", "0", "--samples.sampler.solver", "sde2"]
     assert main(["train", "digits", *quick, "--device", "cpu", "--out", str(run)]) == 0
+    assert f"bsi sample {run} --solver sde2 ·" in capsys.readouterr().err  # as during training
     assert main(["export", str(run)]) == 0
     (exported,) = run.glob("*.safetensors")
     assert exported.stat().st_mode & 0o777 == 0o644

@@ -30,6 +30,7 @@ from bsi.pictures import is_image
 from bsi.progress import log
 from bsi.recipe import Recipe, changes, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
+from bsi.sampler import Sampler
 from bsi.values import Latents
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
@@ -137,10 +138,11 @@ def run(words: Sequence[str]) -> int:
             sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
             target = " --out samples.wav" if sound else " --npz samples.npz"
         labels = " --labels" if recipe.data.labels else ""
+        drawn = "".join(f" --{c.name} {c.after}" for c in changes(Sampler(), recipe.samples.sampler))
         if isinstance(recipe.backbone, AutoencoderConfig):
             log(f"next: bsi data latents --from {shlex.quote(recipe.data.name)} --autoencoder {folder}")
             return 0
-        log(f"next: bsi sample {folder}{target}{labels} · bsi eval {folder} --bpd · bsi report {folder}")
+        log(f"next: bsi sample {folder}{target}{labels}{drawn} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 
 

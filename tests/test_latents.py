@@ -310,7 +310,10 @@ def test_an_autoencoder_is_no_model_and_latents_are_no_images(root: Path) -> Non
             use()
     with pytest.raises(UsageError, match="belong together"):
         bsi.Model(nn.Identity(), bsi.BSI(), (8, 4, 4), data=model.kind)
-    with pytest.raises(UsageError, match="autoencoder"):
+    mini = bsi.recipes.autoencoder_mini()
+    with pytest.raises(UsageError, match="trained on images"):
+        bsi.train(replace(mini, data=Data("digits-latents")), out=root / "wrong", device="cpu")
+    with pytest.raises(UsageError, match="objective"):
         replace(bsi.recipes.autoencoder_mini(), backbone=bsi.recipes.digits().backbone)
 
 

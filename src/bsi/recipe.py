@@ -287,8 +287,8 @@ class Recipe:
             _require("compile", self.compile, self.compile, "on with precision fp8")
         coder = isinstance(self.backbone, AutoencoderConfig)
         for name, value in (("objective.weight", self.objective.weight), ("parametrization", self.parametrization)):
-            rule = "reconstruction, as in the recipe autoencoder-f4, for" if coder else "reconstruction only for"
-            _require(name, value, coder == (value == "reconstruction"), f"{rule} an autoencoder")
+            rule = "reconstruction, as in the recipe autoencoder-f4" if coder else "that of a recipe such as folder"
+            _require(name, value, coder == (value == "reconstruction"), f"{rule}, for this kind of network")
         if coder:
             _require("every.sample", self.every.sample, self.every.sample == 0, "0: an autoencoder draws no samples")
         if coder or self.objective.consistency:

@@ -223,7 +223,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         images = model.values(torch.from_numpy(found.test[subset(len(found.test), TEST_IMAGES)])).cpu().numpy()
     with torch.no_grad():  # the first evaluation reserves memory and selects kernels, which takes long
         level = torch.full((1,), levels.high, dtype=torch.float64, device=device)
-        model.denoiser(torch.zeros(1, *model.latent_shape, device=device), level)
+        model.denoiser.given(None)(torch.zeros(1, *model.latent_shape, device=device), level)
     return Workbench(model, about, images, limits)
 
 

@@ -183,6 +183,11 @@ def measure(
     except BsiError as error:
         return Measurements(missing=[f"the model was not loaded: {error}"])
     measured = Measurements(sum(p.numel() for p in model.parameters()))
+    try:
+        model.denoiser.given(None)
+    except UsageError as error:  # an autoencoder
+        measured.missing.append(str(error))
+        return measured
     budget = _affordable_evaluations(run.recipe, model)
     if model.symbols is not None and len(model.shape) == 1:
         measured.texts = draw_text(model)

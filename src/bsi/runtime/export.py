@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from bsi import __version__
 from bsi.backbones import build
 from bsi.backbones.autoencoder import Autoencoder
-from bsi.backbones.config import BackboneConfig
+from bsi.backbones.config import AutoencoderConfig, BackboneConfig
 from bsi.backbones.dit import DiT
 from bsi.backbones.layers import Backbone
 from bsi.backbones.mlp import MLP
@@ -117,6 +117,9 @@ class DataSpec:
 
     def build(self, config: BackboneConfig) -> Backbone:
         """A network for this data."""
+        if isinstance(config, AutoencoderConfig) and self.bins is None:
+            got = f"got {self.name} of {type(self.kind).__name__.lower()}"
+            raise UsageError(f"an autoencoder is trained on images, {got}. Name a dataset of images with --data.name.")
         return build(config, self.latent_shape, None if self.bins is None else self.bins.count, self.classes)
 
 

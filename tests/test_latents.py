@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bsi
 import bsi.codec
-from bsi.backbones import AutoencoderConfig, build, cost
+from bsi.backbones import AutoencoderConfig, build, compile_regions, cost
 from bsi.backbones.config import training_memory
 from bsi.cli import main
 from bsi.cli.data import make_source
@@ -92,6 +92,21 @@ def test_its_cost_is_counted() -> None:
         network(torch.zeros(3, 3, 16, 8), torch.zeros(3))
     assert counter.get_total_flops() == 3 * found.flops
     assert training_memory(TINY, (3, 16, 8), 256).per_image > 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
+def test_its_regions_compile_whole(unchecked: None) -> None:
+    torch.manual_seed(0)
+    network = build(TINY, (3, 8, 8), 256).train()
+    nn.init.normal_(network.decoder[-1].conv.weight)
+    compiled, found = copy.deepcopy(network), []
+    compile_regions(compiled, backend="aot_eager")
+    for each in (network, compiled):
+        torch.manual_seed(1)
+        output = each(torch.ones(2, 3, 8, 8), torch.zeros(2))
+        gradients = torch.autograd.grad(output.square().sum(), list(each.parameters()))
+        found.append(torch.cat([output.detach().flatten(), *(g.flatten() for g in gradients)]))
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_its_loss_is_that_of_a_laplace_decoder() -> None:

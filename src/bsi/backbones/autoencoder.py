@@ -56,7 +56,7 @@ class Autoencoder(Backbone):
         return pixel_shuffle(h, 2)
 
     def regions(self) -> Iterator[nn.Module]:
-        yield from [*self.encoder, *self.decoder]
+        yield from [*self.encoder[1:], *self.decoder[1:]]  # a convolution alone is not compiled
 
 
 class ResidualBlock(nn.Module):

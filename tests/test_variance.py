@@ -242,6 +242,8 @@ def test_a_model_uses_the_variance_that_was_fitted(digits: bsi.Model) -> None:
     assert torch.equal(plain, digits.sample(8, steps=4, solver="posterior"))
     assert not torch.equal(plain, aware)
     assert torch.equal(aware, digits.sample(8, Sampler(steps=4, variance="level"))), "posterior is implied"
+    fitted = digits.sample(8, Sampler(steps=4, grid="fitted", variance="level"))
+    assert not torch.equal(aware, fitted)
     x = digits.values(open_dataset("digits").test[:16])
     by_name = digits.elbo(x, finite_k=4, variance="level")
     assert torch.equal(by_name.nats, digits.elbo(x, finite_k=4, variance=digits.variance("level")).nats)
@@ -256,6 +258,8 @@ def test_unusable_variances_are_rejected(digits: bsi.Model) -> None:
         digits.sample(2, steps=4, solver="ode2", variance="level")
     with unchecked(), pytest.raises(UsageError, match="variance"):
         Sampler(variance="cosine")
+    with pytest.raises(UsageError, match="variance"):
+        Sampler(grid="fitted")
     noise, grid = SeededNoise(0, torch.arange(2), digits.shape), paper_grid(digits.method, 3)
     with pytest.raises(UsageError, match="posterior"):
         sample(digits.method, digits.denoiser, noise, grid, "sde2", variance=digits.variance("level"))

@@ -3,7 +3,7 @@
     paper       uniform in t = F(level), the paper's schedule: alpha_i = F^-1(i / k) - F^-1((i - 1) / k)
     edm         sigma^(1/7) uniform, sigma = noise / signal (Karras et al., 2022)
     geometric   uniform in ln Lambda, the information: the coordinate in which the second-order solvers extrapolate
-    fitted      the least expected bound, given a predictive variance (`bsi.variance.Variance.grid`)
+    fitted      where a predictive variance expects the least bound (`bsi.variance.Variance.grid`); may end early
 
 For BSI and VDM `paper` is `geometric`; for BFN, whose information starts at 0, it is not.
 """

@@ -30,6 +30,8 @@ VarianceKind = Literal["none", "level", "pixels", "dct", "pca", "learned"]
 
 MOST_STEPS = 1_000_000  # limited because levels and coefficients of all steps are stored in memory
 
+FITTED = "fitted"  # the grid of a variance: see `bsi.variance.Variance.grid`
+
 FLOW_SOLVER = "ode2"
 
 # The posterior's steps towards symbols that are drawn from the predicted probabilities, not towards their mean.
@@ -62,7 +64,7 @@ class Sampler:
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA; for symbols also mixture. Default: ode2 with BSI (sde2
     if its gamma_0 is inf), sde2 with BFN and VDM."""
     grid: str = "edm"
-    """Where the steps lie: paper, edm or geometric."""
+    """Where the steps lie: paper, edm or geometric; with a variance also fitted, where they cost the fewest bits."""
     noise: NoiseKind = "path"
     """path: with one seed, more steps converge to one image; independent: fresh noise for each step."""
     guidance: float = 1.0
@@ -78,6 +80,8 @@ class Sampler:
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         check_guidance(self.guidance)
+        if self.grid == FITTED and self.variance == "none":
+            raise UsageError("the grid fitted belongs to a variance: pass variance too, or another grid.")
         if self.variance != "none" and self.solver not in (None, "posterior"):
             raise UsageError(
                 f"a variance belongs to the steps of the solver posterior, got variance={self.variance!r} and "

@@ -18,10 +18,10 @@ from bsi.brownian import BrownianPath, check_resolved
 from bsi.consistency import consistency, consistency_grid
 from bsi.errors import UsageError
 from bsi.gaussian import Belief, Data, over
-from bsi.grids import check_grid, named_grid
+from bsi.grids import check_grid, named_grid, paper_grid
 from bsi.methods.base import Method, Predictor
 from bsi.rng import Noise, SeededNoise, derive
-from bsi.sampler import CONSISTENCY, MIXTURE, Sampler
+from bsi.sampler import CONSISTENCY, FITTED, MIXTURE, Sampler
 from bsi.solvers import Path, Solver, Table, named_solver, posterior
 from bsi.symbols import SymbolPredictor, drawn
 from bsi.variance import Variance, widened
@@ -139,14 +139,16 @@ def end_of(steps: Iterator[Step]) -> Data:
     return last.x_hat
 
 
-def levels_of(method: Method, sampler: Sampler) -> Levels:
-    """The levels that a sampler visits.
+def levels_of(method: Method, sampler: Sampler, variance: Variance | None = None) -> Levels:
+    """The levels that a sampler visits; until its variance is fitted, the paper's in place of the grid `fitted`.
 
     Raises:
         UsageError: whatever drawing with this sampler would raise, before any evaluation of the network.
     """
     if sampler.solver == CONSISTENCY:
         levels = consistency_grid(method, sampler.steps, evaluations(method, 0) > 0)
+    elif sampler.grid == FITTED:
+        levels = paper_grid(method, sampler.steps) if variance is None else variance.grid(sampler.steps)
     else:
         levels = named_grid(sampler.grid)(method, sampler.steps)
     noisy = _solver(method, sampler)(method, levels).eps != 0
@@ -167,7 +169,7 @@ def drawing(
     variance: Variance | None = None,
 ) -> Iterator[Step]:
     """The trajectories of the samples `ids` of a seed, on the device of `ids`. `predict` includes any guidance."""
-    levels = levels_of(method, sampler)
+    levels = levels_of(method, sampler, variance)
     noise = noise_of(sampler, seed, ids, shape, dtype)
     if sampler.solver == MIXTURE:
         if not isinstance(predict, SymbolPredictor):

@@ -80,7 +80,7 @@ class Eval:
     steps: Number = Sampler.steps  # Steps of the solver for --fid; the paper takes 1024 with --solver posterior.
     solver: str | None = None
     """posterior (the paper's), sde2, ode2, churn or churn:ZETA. By default ode2 with BSI, sde2 with BFN and VDM."""
-    grid: str = Sampler.grid  # Where the steps lie: paper, edm or geometric.
+    grid: str = Sampler.grid  # Where the steps lie: paper, edm, geometric or, with --variance, fitted.
     labels: bool = False  # With --fid, draw samples of all classes in turn from a network with labels.
     guidance: tuple[float, ...] = (1.0,)
     """With --labels, how strongly to follow them: 1 is what was learned, 2 exaggerates. Several run in turn."""

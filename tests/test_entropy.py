@@ -68,6 +68,18 @@ def test_uniform_bins_cost_at_least_their_entropy(name: str, count: int) -> None
         assert bound.bits_per_dim > math.log2(count) - 4 * bound.monte_carlo_error
 
 
+@pytest.mark.parametrize(("low", "high", "count"), [(1e3, 1001.0, 65536), (-1e6, -999_999.0, 256), (-1e308, 1e308, 2)])
+def test_bins_that_float32_cannot_distinguish_are_rejected(low: float, high: float, count: int) -> None:
+    """Different bins would have one value, and the bound would be that of fewer bins."""
+    with pytest.raises(UsageError, match="float32"):
+        bsi.Bins(low, high, count)
+
+
+def test_units_that_no_last_precision_can_resolve_are_rejected() -> None:
+    with pytest.raises(UsageError, match="Scale the data"):
+        bsi.Model(Zero(), bsi.BSI(), (4,), bsi.Bins(-1e30, 1e30, 256))
+
+
 @pytest.mark.filterwarnings("ignore:.*repeated")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_data_coarser_than_the_last_noise_is_rejected(name: str) -> None:
@@ -99,7 +111,7 @@ def test_rounded_values_give_a_warning_that_there_is_no_density(step: float, las
     """Too many different values to be repeated often, but a network could learn their grid."""
     model, x = continuous(bsi.BSI(alpha_M=last), data=bsi.Standardize(0.0, 3.0)), 3 * normal(rows, 4)
     for data in ((x.double() / step).round() * step, ((x.double() / step).round() * step).float()):
-        with pytest.warns(UserWarning, match="multiples of"):
+        with pytest.warns(UserWarning, match=r"multiples of|repeated"):
             model.elbo(data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -112,6 +124,26 @@ def test_stored_samples_are_said_to_have_no_density_once() -> None:
     with pytest.warns(UserWarning, match="repeated") as warned:
         continuous(bsi.BSI()).elbo(as_source((4 * normal(512, 4)).round()), batch_size=64)
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize(("step", "offset", "last", "rows"), [(1e-4 / 3, 0.1, 1e12, 1024), (1.7e-4, 0.0, 1e10, 512)])
+def test_multiples_of_any_step_declared_continuous_are_said_to_have_no_density(step, offset, last, rows) -> None:
+    """Also a row at a time; rounding to steps that the last level cannot resolve is harmless, however often it hits."""
+    x = ((normal(rows, 4).double() / step).round() * step + offset).float()
+    for data in (x, as_source(x)):
+        with pytest.warns(UserWarning, match="repeated"):
+            continuous(bsi.BSI(alpha_M=last)).elbo(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        continuous(bsi.BSI(alpha_M=0.1 / step**2)).elbo(x)
+        continuous(bsi.BSI()).elbo((1e4 * normal(4096, 4)).round() / 1e4)
+
+
+def test_one_value_among_many_is_a_sign_of_discrete_data() -> None:
+    x = normal(4096, 4)
+    x[:32] = 0.25
+    with pytest.warns(UserWarning, match="repeated"):
+        continuous(bsi.BSI()).elbo(x)
 
 
 def test_values_below_the_smallest_normal_number_are_coarser_than_others() -> None:

@@ -102,6 +102,15 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_work(end: str) -> None:
         log("neither is this an error", stream)
 
 
+def test_text_from_files_does_not_control_the_terminal() -> None:
+    stream = Terminal()
+    log("bsi eval: no dataset \x1b]0;title\x07 or \u202ebackwards\n\tnext", stream, color="31")
+    printed = stream.getvalue().removeprefix("\x1b[31mbsi eval\x1b[0m")
+    assert printed.startswith(": no dataset")
+    assert printed.endswith("\n\tnext\n")
+    assert not set(printed) & set("\x1b\x07\u202e")
+
+
 def test_a_line_is_logged_above_the_bar(clock: list[float]) -> None:
     stream = Terminal()
     with Progress("train", 4, "step", stream=stream):

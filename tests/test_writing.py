@@ -205,6 +205,14 @@ def test_the_result_is_printed_when_it_cannot_be_stored(full: dict[str, dict]) -
     assert found["left"] == ["run/evaluations"]
 
 
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    """Row 51: what is written to stderr from a signal handler or from C would end up in it."""
+    program = "import os; from bsi.cli import main; main(['--version']); os.rename('a', str(os.open('a', os.O_RDONLY)))"
+    (tmp_path / "a").touch()
+    subprocess.run(["bash", "-c", f'exec {sys.executable} -c "{program}" <&- >&- 2>&-'], cwd=tmp_path, check=True)
+    assert int(os.listdir(tmp_path)[0]) > 2
+
+
 def test_a_failed_write_to_stdout_is_an_error() -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full here")
@@ -217,7 +225,10 @@ def test_a_failed_write_to_stdout_is_an_error() -> None:
     )
 
 
-@pytest.mark.parametrize("write", [lambda path: io.write_text(path, "new"), lambda path: _atomically(path, "new")])
+WRITERS = [lambda path: io.write_text(path, "new"), lambda path: _atomically(path, "new")]
+
+
+@pytest.mark.parametrize("write", WRITERS)
 def test_devices_pipes_and_links_are_written_to_and_never_replaced(elsewhere: Path, write) -> None:
     """Row 40."""
     (elsewhere / "target").write_text("old")
@@ -237,6 +248,17 @@ def test_devices_pipes_and_links_are_written_to_and_never_replaced(elsewhere: Pa
     with pytest.raises(OSError, match=r"(?i)directory"):
         io.write_text(elsewhere, "new")
     assert sorted(os.listdir(elsewhere)) == ["link", "pipe", "target"]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_link_planted_in_place_of_the_temporary_file_is_not_written_through(elsewhere: Path, write) -> None:
+    """A folder from elsewhere can hold one for every process number."""
+    (elsewhere / "victim").write_text("old")
+    (elsewhere / f".report.{os.getpid()}.html").symlink_to("victim")
+    write(elsewhere / "report.html")
+    assert (elsewhere / "victim").read_text() == "old"
+    assert (elsewhere / "report.html").read_text() == "new"
+    assert sorted(os.listdir(elsewhere)) == ["report.html", "victim"]
 
 
 def _atomically(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Float64, Integer
+from jaxtyping import Bool, Float, Float64, Integer
 from torch import Tensor, nn
 
 from bsi import flow
@@ -35,8 +35,9 @@ from bsi.values import CONTINUOUS, Bins, DataKind, Latents, Standardize, Symbols
 from bsi.variance import Variance, named_variance
 
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
-SEARCHED_VALUES, SEARCHED_ROWS = 4096, 1024  # how much of the data is searched for repetitions
+SEARCHED, SEARCHED_VALUES = 4096, 1 << 22  # rows and values of the data that are searched for repetitions
 ROUNDED_ROWS, FEWEST_ROUNDED = 64, 32  # and for rounded values, and the fewest that are not multiples by chance
+BY_CHANCE = 4  # pairs of equal values that are no sign of discrete data
 
 Array = Tensor | np.ndarray
 Rows = Integer[Tensor, " batch"]
@@ -174,8 +175,8 @@ class Density(nn.Module):
             check_finite(data)
         (self.bins if self.bins is not None and not data.is_floating_point() else self.kind).check(data)
 
-    def check_density(self, data: Tensor, warn: bool = True) -> None:
-        """Raise if continuous data is too coarse for a density, see `bsi.methods.check_resolution`, or warn."""
+    def check_resolution(self, data: Tensor) -> None:
+        """Raise if continuous data is too coarse for a density: see `bsi.methods.check_resolution`."""
         if not isinstance(self.kind, Standardize) or isinstance(self.kind, Latents) or not data.is_floating_point():
             return
         # The distance between neighboring numbers in the type of the data, and in the type that it is computed in.
@@ -183,7 +184,10 @@ class Density(nn.Module):
         coarse = dtype.eps * data.abs().amax(0, keepdim=True).double().clamp(min=dtype.smallest_normal)
         stored = (self.values(coarse) - self.values(torch.zeros_like(coarse))).max()
         check_resolution(self.method, max(float(stored), torch.finfo(x.dtype).eps * float(x.abs().max())))
-        if warn:
+
+    def warn_discrete(self, data: Tensor) -> None:
+        """Warn if continuous data holds repeated or rounded values, and so has no density."""
+        if isinstance(self.kind, Standardize) and not isinstance(self.kind, Latents) and data.is_floating_point():
             std = torch.as_tensor(self.kind.std, dtype=torch.float64, device=data.device)
             noise = last_noise(self.method) * std
             _warn_discrete(data, noise if data.ndim == 2 else noise.max())
@@ -320,6 +324,7 @@ class Density(nn.Module):
             got = f"draws={draws}, probes={probes} and {self.kind!s:.80}"
             raise UsageError(f"draws must be at least 1, and more than 1 need binned data and probes=None, got {got}.")
         data = self._checked(as_tensor(data))
+        self.warn_discrete(data)
         check_condition(cond, len(data))
         divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)
 
@@ -381,11 +386,13 @@ class Density(nn.Module):
         check_condition(cond, len(data))
         if isinstance(data, Tensor | np.ndarray) or not isinstance(data, SampleSource):  # arrays have its methods too
             data = self._checked(as_tensor(data))
+            self.warn_discrete(data)
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
-        if not isinstance(data, Tensor):  # a warning about the first samples is not repeated for each batch
-            self.check_density(data.take(chosen[: SEARCHED_ROWS if len(self.shape) == 1 else ROUNDED_ROWS].numpy()))
+        if not isinstance(data, Tensor):
+            most = min(SEARCHED, max(1, SEARCHED_VALUES // math.prod(self.shape)))
+            self.warn_discrete(data.take(chosen[:: -(-len(chosen) // most)].numpy()))
 
         def take(places: Rows) -> Tensor:
             rows = chosen[places.cpu()]
@@ -393,7 +400,7 @@ class Density(nn.Module):
                 return _rows_of(data, rows, self.device)
             batch = data.take(rows.numpy())
             self.check(batch)
-            self.check_density(batch, warn=False)
+            self.check_resolution(batch)
             return batch.to(self.device)
 
         encoded = None
@@ -417,7 +424,7 @@ class Density(nn.Module):
 
     def _checked(self, data: Tensor) -> Tensor:
         self.check(data)
-        self.check_density(data)
+        self.check_resolution(data)
         return data
 
     def _given(self, cond: Condition | None, rows: Rows, guidance: float = 1.0, known: Data | None = None) -> Predictor:
@@ -458,13 +465,14 @@ def _warn_discrete(data: Data, noise: Float64[Tensor, "..."]) -> None:
 
     Rounding to steps below the noise of the last level makes no difference.
     """
-    columns, most = (data, SEARCHED_ROWS) if data.ndim == 2 else (data.reshape(-1, 1), SEARCHED_VALUES)
-    some = columns[:: max(1, len(columns) // most)]
-    repeated = (some.sort(dim=0).values.diff(dim=0) == 0).sum(dim=0)
-    rounded = _step(some[:ROUNDED_ROWS], noise.expand(some.shape[1]))
-    often, step = f"{int(repeated.max()) / len(some):.0%}", f"{float(rounded.max()):.3g}"
+    columns = data if data.ndim == 2 else data.reshape(-1, 1)
+    most = min(SEARCHED, max(1, SEARCHED_VALUES // columns.shape[1]))
+    some, noise = columns[:: -(-len(columns) // most)], noise.expand(columns.shape[1])
+    share, repeated = _repeated(some, noise)
+    rounded = _step(some[:ROUNDED_ROWS], noise)
+    often, step = f"{float(share.max()):.2g}", f"{float(rounded.max()):.3g}"
     for problem, found in (
-        (f"{often} of the values{{}} are repeated", repeated > max(2, 0.01 * len(some))),
+        (f"a share of {often} of the values{{}} are repeated", repeated),
         (f"the values{{}} are multiples of {step}, which is more than the noise of the last level", rounded > 0),
     ):
         if bad := found.nonzero()[:, 0].tolist():
@@ -473,9 +481,31 @@ def _warn_discrete(data: Data, noise: Float64[Tensor, "..."]) -> None:
                 f"{problem.format(where)}, so the data has no density, and a bound in nats can fall without limit. "
                 f"Describe discrete data with bsi.Bins or bsi.Symbols, leave such columns out, or add noise of the "
                 f"width of one unit.",
-                stacklevel=5,
+                stacklevel=6,
             )
             return
+
+
+def _repeated(
+    columns: Float[Tensor, "rows columns"], noise: Float64[Tensor, " columns"]
+) -> tuple[Float64[Tensor, " columns"], Bool[Tensor, " columns"]]:
+    """The share of repeated values in each column, and whether it is a sign of discrete data.
+
+    Of a density, and of values rounded to steps below the noise of the last level, more pairs are closer than this
+    noise than are equal, in the whole column and around each value.
+    """
+    x = columns.double().sort(dim=0).values.T.contiguous()
+
+    def between(low: Tensor, high: Tensor) -> Tensor:
+        return torch.searchsorted(x, high, right=True) - torch.searchsorted(x, low)
+
+    same, near = between(x, x), between(x - noise[:, None], x + noise[:, None])
+    equal, close = (same - 1).sum(1) // 2, (near - same).sum(1) // 2
+    one_value = (same - 1 - (near - same) / 2 > BY_CHANCE * same.sqrt()).any(1)
+    found = one_value | (equal > close + BY_CHANCE)
+    if not bool(found.any()) and int(equal.sum()) > int(close.sum()) + BY_CHANCE:
+        found = equal > close  # too few in each column, but not in all together
+    return (same > 1).double().mean(1), found
 
 
 def _step(columns: Float[Tensor, "rows columns"], least: Float64[Tensor, " columns"]) -> Float64[Tensor, " columns"]:

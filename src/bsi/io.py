@@ -106,6 +106,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     target = path.resolve()
     temporary = target.with_name(f".{target.stem[:STEM]}.{os.getpid()}{target.suffix[:STEM]}")
     try:
+        temporary.unlink(missing_ok=True)  # a link of this name would be written through
         yield temporary
         sync_file(temporary)
         temporary.replace(target)

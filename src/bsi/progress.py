@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +28,25 @@ LINE_EVERY_S = 10.0
 BAR_EVERY_S = 0.1
 BAR_COLUMNS = 24
 CLEAR = "\r\x1b[2K"  # the current row of the terminal
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # all but tabs and ends of lines
 
 
 # ---- Lines on stderr -------------------------------------------------------------------------------------------------
 
 
-def log(text: str, stream: Stream | None = None) -> None:
-    """Print a line on stderr, above a progress bar if one is shown. Never raises."""
-    _write(stream or _stderr(), f"{CLEAR if Progress.bars else ''}{text}\n")
+def log(text: str, stream: Stream | None = None, color: str = "") -> None:
+    """Print a line on stderr, above a progress bar if one is shown. Never raises.
+
+    `color` is that of what precedes the first colon, as parameters of the terminal's escape sequence.
+    """
+    command, colon, rest = printable(text).partition(":")
+    command = f"\x1b[{color}m{command}\x1b[0m" if color else command
+    _write(stream or _stderr(), f"{CLEAR if Progress.bars else ''}{command}{colon}{rest}\n")
+
+
+def printable(text: str) -> str:
+    """The text without characters that control a terminal or reorder a line: it may come from a file."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _stderr() -> Stream:

@@ -43,6 +43,8 @@ EMBEDDING = 2.0  # scale of the embedding of symbols
 MOST = 1 << 16  # bins or symbols
 LARGEST_EMBEDDED = 1 << 24  # numbers in an embedded sample
 
+FLOAT32_EPS = 2.0**-23
+
 # Float32 keeps seven digits: beyond this ratio of mean to std, fewer than two of them are left for the data.
 MAX_OFFSET = 1e5
 
@@ -68,6 +70,8 @@ class Bins:
     def __post_init__(self) -> None:
         if not (2 <= self.count <= MOST and -math.inf < self.low < self.high < math.inf):
             raise UsageError(f"bins need 2 to {MOST} centers, finite, low < high, got {self}. Images: Bins.uint8().")
+        if not FLOAT32_EPS * max(-self.low, self.high) < self.width < math.inf:
+            raise UsageError(f"neighboring bins are equal in float32, got {self}. Use Bins(-1, 1, count).")
 
     @classmethod
     def uint8(cls) -> Bins:

@@ -17,6 +17,7 @@ from bsi.data.arrays import Arrays
 from bsi.data.prepare import Block, Part, Preparation, prepare
 from bsi.data.store import DIGITS, MANIFEST, Dataset, open_dataset, prepared
 from bsi.errors import BsiError, DataError, UsageError
+from bsi.io import fingerprint
 from bsi.values import Bins
 
 BLOCKS, ROWS = 12, 10
@@ -144,23 +145,32 @@ def test_a_preparation_that_cannot_be_resumed_starts_again(whole: Dataset, tmp_p
 
     def leave_another_preparation() -> None:
         note = json.loads((partial / "state.json").read_text())
-        (partial / "state.json").write_text(json.dumps({**note, "identity": "another"}))
+        note["note"]["identity"] = "another"
+        (partial / "state.json").write_text(json.dumps({**note, "sha256": fingerprint(note["note"])}))
+
+    def flip_a_bit() -> None:
+        """One more item would be taken for read."""
+        text = (partial / "state.json").read_text()
+        assert '"items": 50' in text
+        (partial / "state.json").write_text(text.replace('"items": 50', '"items": 51'))
 
     for damage in (
         leave_another_preparation,
+        flip_a_bit,
         lambda: (partial / "state.json").write_text("{"),
+        lambda: (partial / "state.json").write_text("[" * 100_000),
         lambda: os.truncate(partial / "train.npy", 300),
     ):
         interrupted(target, 5, KeyboardInterrupt())
         damage()
         assert prepare(plan(parts=parts_of(blocks)), target).version == whole.version
         shutil.rmtree(target)
-    assert starts == [0, 0, 0]
+    assert starts == [0, 0, 0, 0, 0]
 
 
 def test_a_preparation_resumes_after_a_full_disk(whole: Dataset, tmp_path: Path) -> None:
     interrupted(tmp_path / "noise", 4, OSError(28, "No space left on device"))
-    assert json.loads((tmp_path / ".noise.partial" / "state.json").read_text())["items"] == 40
+    assert json.loads((tmp_path / ".noise.partial" / "state.json").read_text())["note"]["items"] == 40
     assert prepare(plan(), tmp_path / "noise").version == whole.version
     with pytest.raises(BsiError, match=r"needs .* free") as caught:
         prepare(plan(parts=[Part(10**15, plan().blocks)]), tmp_path / "larger")

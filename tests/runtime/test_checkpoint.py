@@ -193,6 +193,17 @@ def test_reading_a_checkpoint_that_is_being_replaced_works(tmp_path: Path) -> No
     thread.join()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_tensors_that_are_no_regular_file_do_not_block(tmp_path: Path, kind: str) -> None:
+    """The manifest of a run from elsewhere need not list them."""
+    path = checkpoint.save(tmp_path, snapshot(1), Keep()) / "ema.safetensors"
+    path.unlink(missing_ok=True)
+    make = {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}
+    make[kind]()
+    with pytest.raises(CorruptCheckpoint, match="regular"):
+        checkpoint.read_tensors(checkpoint.Checkpoint(path.parent, 1, {}), "ema")
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "latest"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "deep", "number"])
 def test_every_kind_of_damage_is_reported_as_a_damaged_checkpoint(tmp_path: Path, name: str, kind: str) -> None:

@@ -128,6 +128,23 @@ def test_a_tracker_that_fails_does_not_stop_training(
     assert "broken failed, and training continues without this record: no route" in capsys.readouterr().err
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [SystemExit("you must log in"), Unprintable()])
+def test_a_tracker_that_exits_or_raises_what_cannot_be_printed_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    def broken(*given: object) -> None:
+        raise error
+
+    monkeypatch.setitem(TRACKERS, "broken", ("json", broken))
+    bsi.train(RECIPE, data=DATA, out=tmp_path / "run", device="cpu", track=["broken"])
+    assert "training continues without this record" in capsys.readouterr().err
+
+
 def tracked(name: str, out: Path) -> bsi.Run:
     """A run with a tracker that is interrupted and resumed, with the real package and no network."""
     with pytest.raises(Preempted):

@@ -632,14 +632,14 @@ recipe = replace(bsi.recipes.digits(), steps=6, batch=32, backbone=bsi.backbones
 
 def sink(record):
     if record["event"] == "train" and record["step"] == 4 and sys.argv[2] != "none":
-        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+        os.kill(os.getpid(), int(sys.argv[2]) if sys.argv[2].isdigit() else getattr(signal, sys.argv[2]))
 
 bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGXCPU", 75), ("SIGQUIT", 75), ("none", 0)]
+    ("name", "code"), [("SIGINT", 75), ("SIGHUP", 75), ("SIGXCPU", 75), ("SIGVTALRM", 75), ("37", 75), ("none", 0)]
 )
 @pytest.mark.slow
 def test_a_script_with_a_full_log_stops_without_a_traceback(name: str, code: int, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ An error becomes one line on stderr and an exit code of `bsi.errors`; results go
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
@@ -22,6 +23,9 @@ from bsi.io import FULL, cannot_write, system_error
 from bsi.progress import log, silence, supports_color, supports_unicode
 
 __all__ = ["COMMANDS", "Command", "main"]
+
+
+STDERR = 2
 
 
 class Command(NamedTuple):
@@ -86,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         if "--debug" in argv:
             raise
         reason = _explained(error)
-        log(f"\x1b[1;31m{command}\x1b[0m: {reason}" if supports_color(sys.stderr) else f"{command}: {reason}")
+        log(f"{command}: {reason}", color="1;31" if supports_color(sys.stderr) else "")
         return reason.code
 
 
@@ -119,7 +123,7 @@ def _explained(error: Exception) -> BsiError:
     if isinstance(error, BsiError):
         return error
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib, for ~
-        return UsageError("there is no home folder. Set HOME to a folder that you can write to.")
+        return UsageError("a path begins with ~, and there is no such home folder. Set HOME, or write the path out.")
     reported = system_error(error)
     if reported is not None and reported.errno in (*FULL, errno.EROFS):
         try:
@@ -158,6 +162,10 @@ def _prepare_streams() -> None:
     A service may have neither; print() would then write text for stderr to stdout. The encoding of an old locale
     may lack characters, and a file name may contain bytes that are not text: these bytes are printed unchanged.
     """
+    with contextlib.suppress(OSError):  # a file that is opened later must not get the number of a closed stream
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+            pass
+        os.close(descriptor)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from bsi.errors import UsageError
-from bsi.progress import log, supports_unicode
+from bsi.progress import log, printable, supports_unicode
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def completion(words: Sequence[str]) -> str:
 
 def answer(as_json: bool, record: object, text: object) -> int:
     """Print the result of a command and return exit code 0."""
-    print(json.dumps(record) if as_json else text)
+    print(json.dumps(record) if as_json else printable(str(text)))
     return 0
 
 

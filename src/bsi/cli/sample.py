@@ -29,6 +29,7 @@ PICTURE, SOUND, TEXT, NOTHING = ".png", ".wav", ".txt", ""  # the form of --out,
 SHOWN, SHOWN_TEXTS = 400, 16  # images in a picture, and texts on the terminal, at most
 BETWEEN = "\n----\n"  # two samples of text
 SHOWN_NAMES = 12  # of classes, in a message
+HIGHEST_RATE = 10**6
 RATE = 16_000  # of sound if its dataset is not on this machine
 ANIMATED = 16  # samples in an animation
 COMPILED = 1000  # number of samples above which compiling the network saves time
@@ -55,7 +56,7 @@ class Sample:
     out: Path | None = None
     """A .png of the first 400 samples, for 16-bit sound a .wav and for text a .txt of all samples. By default samples
     with this ending, unless --npz or --animate is given."""
-    rate: Annotated[int | None, Within(1, 10**6)] = None
+    rate: Annotated[int | None, Within(1, HIGHEST_RATE)] = None
     """Sound samples per second in the .wav. By default the rate of the dataset."""
     npz: Path | None = None
     """Write all samples as one array, arr_0: bin indices (uint8 for 8-bit images) or values. Classes are in labels."""
@@ -183,13 +184,15 @@ def _dataset_rate(name: str, version: str) -> int:
     from bsi.data.store import open_dataset
 
     with suppress(DataError, KeyError, TypeError, ValueError):
-        return int(open_dataset(name, version=version).manifest.options["rate"])
+        rate = int(open_dataset(name, version=version).manifest.options["rate"])
+        if 1 <= rate <= HIGHEST_RATE:
+            return rate
     log(f"bsi sample: the rate of {name} is unknown here: the sound is written with {RATE} Hz. Set it with --rate.")
     return RATE
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The record as text for people, without characters that control a terminal."""
+    """The record as text for people."""
     num, fresh, kind = record["num"], record["drawn"], ""
     if record["classes"]:
         kind = f" of {min(num, record['classes'])} classes in turn"
@@ -202,8 +205,7 @@ def summary(record: dict[str, Any]) -> str:
         f"({record['solver']}, {record['grid']}), seed {record['seed']}: {took}"
     )
     texts = BETWEEN.join(record["text"][:SHOWN_TEXTS]) + "\n\n" if "text" in record else ""
-    printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts)
-    return printable + "\n".join([first, *record["files"]])
+    return texts + "\n".join([first, *record["files"]])
 
 
 def _check_files(model: Model, args: Sample, out: Path | None) -> None:

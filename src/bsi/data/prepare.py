@@ -27,7 +27,18 @@ from jaxtyping import Bool, Integer, Shaped
 from bsi.data.files import BLOCK_BYTES, HEADER_BYTES, ArrayFile, header_bytes
 from bsi.data.store import FORMAT, MANIFEST, SPLITS, Dataset, FileRecord, Manifest, open_dataset
 from bsi.errors import BsiError, DataError, UsageError
-from bsi.io import FULL, cannot_write, digest_file, fingerprint, make_folder, sync_file, sync_folder, write_text
+from bsi.io import (
+    FULL,
+    cannot_write,
+    digest_file,
+    fingerprint,
+    make_folder,
+    read_json,
+    sync_file,
+    sync_folder,
+    write_json,
+    write_text,
+)
 from bsi.progress import Progress, readable_bytes
 from bsi.rng import uniforms
 from bsi.values import Bins, DataKind, Latents, Standardize, Symbols
@@ -209,9 +220,10 @@ class _Staging:
             labels = [f"{split}_labels" for split in SPLITS]
             self.layout |= {name: (folder / f"{name}.npy", plan.label_dtype, ()) for name in labels}
         try:  # to resume an interrupted preparation of exactly the same rows
-            self.note: dict[str, Any] = json.loads(self.state.read_text())
-            complete = all(path.stat().st_size >= self._end(name) for name, (path, _, _) in self.layout.items())
-            resumes = complete and self.note["identity"] == plan.identity
+            state = read_json(self.state)
+            self.note: dict[str, Any] = state["note"]
+            intact = state["sha256"] == fingerprint(self.note) and self.note["identity"] == plan.identity
+            resumes = intact and all(p.stat().st_size >= self._end(name) for name, (p, _, _) in self.layout.items())
         except (OSError, ValueError, KeyError, TypeError):
             resumes = False
         if not resumes:
@@ -259,7 +271,7 @@ class _Staging:
         if self.folder.exists():  # not discarded
             for path, _, _ in self.layout.values():
                 sync_file(path)
-            write_text(self.state, json.dumps(self.note))
+            write_json(self.state, {"note": self.note, "sha256": fingerprint(self.note)})
             self.synced_at = time.monotonic()
 
     def finish(self, name: str) -> None:

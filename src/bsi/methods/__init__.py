@@ -88,6 +88,8 @@ def _message(method: Method, problem: str, noise: float, at_most: bool) -> str:
             name, value, at_most = "sigma_1", level**-0.5, not at_most
         case VDM():
             name = "nu_max"
+    if not 0 < value < math.inf:
+        return f"the noise of the last level is {last_noise(method):.2g}, {problem}. Got {method}. Scale the data."
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     rounded = (math.floor if at_most else math.ceil)(value / digit) * digit
     return (

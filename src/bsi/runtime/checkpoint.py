@@ -288,4 +288,6 @@ def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     path = checkpoint.folder / f"{name}.safetensors"
     if not path.is_file() and name in FORMER:
         path = checkpoint.folder / f"{FORMER[name]}.safetensors"
+    if os.path.lexists(path) and not path.is_file():  # a pipe would block; without a file, it was deleted meanwhile
+        raise CorruptCheckpoint(f"{path} is damaged: it is not a regular file.")
     return safetensors.torch.load_file(path)

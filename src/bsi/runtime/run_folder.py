@@ -337,8 +337,11 @@ def tracking(names: Sequence[str], folder: Path, recipe: Recipe) -> Iterator[lis
 
 @contextmanager
 def _reported(name: str) -> Iterator[None]:
-    """Print what a tracker raises."""
+    """Print what a tracker raises; some also exit, or raise errors that cannot be printed."""
     try:
         yield
-    except Exception as error:
-        log(f"bsi train: the tracker {name} failed, and training continues without this record: {error!s:.300}")
+    except (Exception, SystemExit) as error:
+        reason = type(error).__name__
+        with suppress(Exception):
+            reason = f"{error!s:.300}" or reason
+        log(f"bsi train: the tracker {name} failed, and training continues without this record: {reason}")

@@ -5,9 +5,9 @@ order after a step is journal, stored averages, evaluation and samples, checkpoi
 written after the other actions of its step. A checkpoint that is written early, because of a signal or an error,
 records whether an evaluation is still pending.
 
-SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 (Slurm's warning) and a few others set a flag, which is read between steps and
-between the batches of an evaluation. All ranks then save the same step and exit with code 75; a second Ctrl-C exits at
-once. After any other error the last complete step is saved before the error is raised.
+SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 (Slurm's warning) and all others that end a process set a flag, which is read
+between steps and between the batches of an evaluation. All ranks then save the same step and exit with code 75; a
+second Ctrl-C exits at once. After any other error the last complete step is saved before the error is raised.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +49,12 @@ from bsi.values import Standardize
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.
 READ_EVERY = {"cpu": 1, "cuda": 10}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# Handled unless the program has a handler of its own: Ctrl-\, limits of time, and warnings of other batch systems.
-RARE_SIGNALS = (signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
+# All others that end a process are handled unless the program has a handler of its own: Ctrl-\, limits of time, and the
+# warnings of other batch systems. After an error of the program itself nothing is saved, and some do not end it.
+ERRORS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+HARMLESS = {signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH}
+PAUSES = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+RARE_SIGNALS = signal.valid_signals() - {*SIGNALS, signal.SIGKILL, signal.SIGSTOP} - ERRORS - HARMLESS - PAUSES
 STDERR = 2
 LEFT_AT_ONCE = 130  # the exit code that shells report for a process ended by Ctrl-C
 
@@ -300,7 +305,7 @@ class StopFlag:
             _write("second Ctrl-C: exiting without saving")
             os._exit(LEFT_AT_ONCE)
         if not self:
-            self.reason = signal.Signals(number).name
+            self.reason = next((each.name for each in signal.Signals if each == number), f"signal {number}")
             again = "; Ctrl-C again exits at once" if number == signal.SIGINT else ""
             _write(f"{self.reason}: saving, then exiting{again}")
         elif number == signal.SIGINT:
@@ -329,6 +334,8 @@ def log(line: str) -> None:
 
 def _write(words: str) -> None:
     """Print a line from a signal handler, bypassing Python's stderr, which may be in the middle of a write."""
+    if sys.__stderr__ is None:  # closed when Python started: its number may now be that of another file
+        return
     try:
         os.write(STDERR, f"\nbsi train: {words}\n".encode())
     except OSError:

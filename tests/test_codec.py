@@ -114,6 +114,13 @@ def test_damage_with_a_valid_hash_is_rejected() -> None:
             decompress(ours, damaged)
 
 
+@pytest.mark.parametrize("word", [b"\0\0\0\0", b"\xff\xff\xff\xff"])
+def test_words_that_no_encoder_wrote_are_damage(word: bytes) -> None:
+    header, words = unpack(compress(model(), data(), steps=3).blob)
+    with pytest.raises(DataError, match="damaged"):
+        decompress(model(), pack(header, word * (len(words) // 4)))
+
+
 def test_a_header_that_claims_a_terabyte_is_rejected_before_memory_is_taken() -> None:
     ours = model()
     header, words = unpack(compress(ours, data(30), steps=3).blob)

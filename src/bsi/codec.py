@@ -122,13 +122,9 @@ def compress(
         watch: Called with the step of the chain and the predictions x_hat of a batch, after each evaluation.
     """
     model.check_denoiser()
-    bins, stack = _bins(model), _stream().stack.AnsCoder()
-    if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
-        got = f"{data.dtype} of shape {tuple(data.shape)}"
-        raise UsageError(f"compression takes bin indices of samples of shape {model.shape}, got {got}.")
+    bins, stack = check_indices(model, data), _stream().stack.AnsCoder()
     if steps < 1 or batch_size < 1:
         raise UsageError(f"steps and batch_size must be at least 1, got steps={steps} and batch_size={batch_size}.")
-    model.check(data)
     stored = None if variance is None else stored_variance(variance)
     chain = _Chain(model, bins, steps, stored, watch)
     index = data.cpu().numpy().astype(np.int32).reshape(len(data), -1)
@@ -162,6 +158,16 @@ def compress(
     return Compressed(pack(header, words), len(index), plain, chain.n, initial, tuple(batches))
 
 
+def check_indices(model: Model, data: Tensor) -> Bins:
+    """The bins of a model. Raises if the data is not indices of them in samples of the model's shape."""
+    bins = _bins(model)
+    if data.is_floating_point() or tuple(data.shape[1:]) != model.shape:
+        got = f"{data.dtype} of shape {tuple(data.shape)}"
+        raise UsageError(f"compression takes bin indices of samples of shape {model.shape}, got {got}.")
+    model.check(data)
+    return bins
+
+
 def decompress(model: Model, blob: bytes, watch: Watch = lambda step, x_hat: None) -> Integer[Tensor, "samples *data"]:
     """Decompress a file with the model that compressed it. The data is identical; `watch` is as in `compress`.
 
@@ -177,9 +183,15 @@ def decompress(model: Model, blob: bytes, watch: Watch = lambda step, x_hat: Non
         if max(header.sizes, default=0) * chain.held_bits > 8 * len(words):
             raise DataError("the header of the compressed file claims batches that are larger than the file.")
         header.check_predictions(model, chain.probe())
-        stack, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
+        try:
+            stack, parts = _stream().stack.AnsCoder(np.frombuffer(words, dtype="<u4").astype(np.uint32)), []
+        except ValueError as error:
+            raise DataError(f"the compressed file is damaged: {error}") from error
         for count, check in zip(reversed(header.sizes), reversed(header.checks[1:]), strict=True):
-            parts.append(chain.decode(stack, count))
+            try:
+                parts.append(chain.decode(stack, count))
+            except UsageError as error:  # latents that the encoder would have rejected
+                raise DataError("the compressed file is damaged: its latents are impossible.") from error
             if checksum(parts[-1]) != check:
                 raise BsiError(
                     "a batch was decoded to other values than those that were encoded, because this machine computes "

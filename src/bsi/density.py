@@ -390,7 +390,7 @@ class Density(nn.Module):
         chosen = torch.arange(len(data)) if ids is None else torch.as_tensor(ids)
         if len(chosen) < 1:
             raise UsageError("a bound needs at least one sample, got none")
-        if not isinstance(data, Tensor):
+        if not isinstance(data, Tensor) and isinstance(self.kind, Standardize):
             most = min(SEARCHED, max(1, SEARCHED_VALUES // math.prod(self.shape)))
             self.warn_discrete(data.take(chosen[:: -(-len(chosen) // most)].numpy()))
 

@@ -1,13 +1,15 @@
 """Random damage: for every input a command ends in time with a documented exit code and one message.
 
-A case is a command line, a damaged run folder or a damaged data file, made from a seed and its number. It fails on a
+A case is a command line, a damaged run folder, model or data file, made from a seed and its number. It fails on a
 traceback, an undocumented exit code, an unexpected error, more than a minute, or a change outside the folder that the
-command was given. `make fuzz` runs thousands of cases with a new seed; a failing case is repeated by its number:
+command was given. `make fuzz` runs thousands of cases with a new seed, and prints how many ended with which exit code.
+A failing case is repeated by its number:
 
     BSI_FUZZ_SEED=1 BSI_FUZZ_ONLY=123 python -m pytest -m slow tests/fuzz -k run_folders
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -17,6 +19,7 @@ import shutil
 import signal
 import struct
 import wave
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +29,14 @@ import pytest
 from PIL import Image
 
 import bsi
+import bsi.io
 from bsi.backbones import MLPConfig
 from bsi.cli import main
 from bsi.recipe import Every
 
 pytestmark = pytest.mark.slow
 
-CASES = int(os.environ.get("BSI_FUZZ_CASES", "360")) // 3
+CASES = int(os.environ.get("BSI_FUZZ_CASES", "360")) // 4
 SEED = int(os.environ.get("BSI_FUZZ_SEED", "0"))
 ONLY = os.environ.get("BSI_FUZZ_ONLY")
 CODES = (0, 1, 2, 3, 4, 5, 75)
@@ -70,10 +74,31 @@ ON_A_RUN = [
     "view {} --device cpu --no-browser",
     "train digits --device cpu --out {} --backbone mlp-8x1 --steps 3 --batch 16 --every.evaluate 0",
     "train digits --device cpu --out other --steps 1 --backbone mlp-8x1 --batch 16 --init-from {}",
+    "distill {} --steps 1 --batch 16 --device cpu --out other",
+    "audit {} --limit 4 --steps 2 --device cpu",
+    "sample {} --num 2 --steps 2 --variance level --device cpu",
+    "compress {} indices.npy --steps 2 --no-bound --device cpu --out new.bsi",
+    "decompress x.bsi {} --device cpu --out new.npy",
+]
+ON_A_MODEL = [  # a folder of `save_pretrained`, or an exported file
+    "sample {} --num 2 --steps 2 --device cpu",
+    "eval {} --bpd --limit 4 --measure 2 --recon 2 --data digits --device cpu",
+    "export {}",
+    "export {} --hub-folder hub",
+    "view {} --device cpu --no-browser",
+    "compress {} indices.npy --steps 2 --variance none --no-bound --device cpu --out new.bsi",
+    "decompress x.bsi {} --device cpu --out new.npy",
+    "distill {} --steps 1 --batch 16 --device cpu --out other",
+    "train digits --device cpu --out other --steps 1 --backbone mlp-8x1 --batch 16 --init-from {}",
 ]
 ON_DATA = [
     "data arrays --from {}",
     "data arrays --from {} --bins 0 1 4",
+    "data arrays --from {} --symbols 4",
+    "data text --from {} --length 8",
+    "data text --from {} --length 8 --vocabulary bytes",
+    "data binary --from {}",
+    "data mnist --from {}",
     "data folder --from {} --size 4",
     "data folder --from {} --size 4 --labels --skip 1",
     "data wav --from {} --length 16",
@@ -87,6 +112,7 @@ ON_DATA = [
 COMMANDS = [
     *(words.replace("{}", "run") for words in ON_A_RUN),
     *(words.replace("{}", "x.npy") for words in ON_DATA),
+    *(words.replace("{}", "model") for words in ON_A_MODEL),
     "train digits --dry-run",
     "bench elbo --backbone mlp-8x1 --batch 1 --size 2 --repeats 1 --device cpu",
     "study",
@@ -114,15 +140,25 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
         every = Every(evaluate=0, sample=1, checkpoint=1)
         recipe = replace(bsi.recipes.digits(), backbone=MLPConfig(8, 1), steps=2, batch=16, every=every)
         bsi.train(recipe, out=root / "run", device="cpu")
+        bsi.load(root / "run").save_pretrained(root / "model")
         np.save("x.npy", rng.normal(size=(64, 2)))
+        np.save("indices.npy", bsi.data.open_dataset("digits").test[:24])
         np.savez("x.npz", arr_0=rng.integers(0, 4, (64, 2), dtype=np.uint8))
-        for words in (ON_A_RUN[3].replace("{}", "run"), "data arrays --from x.npy"):
-            assert quiet(words.split()) == ""
+        for words in (ON_A_RUN[3].replace("{}", "run"), "data arrays --from x.npy", ON_A_RUN[-2].replace("{}", "run")):
+            assert quiet(words.split())[1] == ""
+        (root / "new.bsi").rename(root / "x.bsi")
     for i in range(4):
         (root / "images" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (5, 5), (i, 2 * i, 3 * i)).save(root / "images" / f"class{i % 2}" / f"{i}.png")
     for kind in ("zip", "gztar"):
         shutil.make_archive(str(root / "images"), kind, root / "images")
+    (root / "x.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    (root / "mnist").mkdir()
+    for part, count in (("train", 20), ("t10k", 10)):
+        for what, shape in (("images-idx3", (count, 6, 6)), ("labels-idx1", (count,))):
+            header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
+            content = header + rng.integers(0, 10, shape, dtype=np.uint8).tobytes()
+            (root / "mnist" / f"{part}-{what}-ubyte").write_bytes(content)
     with wave.open(str(root / "x.wav"), "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", ""))
         sound.writeframes(bytes(400))
@@ -152,8 +188,8 @@ class Served:
         """A server that stops at once."""
 
 
-def quiet(words: list[str]) -> str:
-    """Run a command, and return what is wrong with how it ended."""
+def quiet(words: list[str]) -> tuple[int | None, str]:
+    """Run a command, and return its exit code and what is wrong with how it ended."""
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
 
@@ -167,17 +203,17 @@ def quiet(words: list[str]) -> str:
             code = main(words)
             out.flush()
     except Hang:
-        return f"more than {SECONDS} s"
+        return None, f"more than {SECONDS} s"
     except BaseException as error:
-        return f"raised {error!r}"
+        return None, f"raised {error!r}"
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     text = err.buffer.getvalue().decode()
     if code not in CODES or "Traceback" in text or "unexpected error" in text:
-        return f"exit code {code}: {text}"
+        return code, f"exit code {code}: {text}"
     silent = code and not text.strip() and not out.buffer.getvalue() and "--help" not in words
-    return f"exit code {code} without a message" if silent else ""
+    return code, f"exit code {code} without a message" if silent else ""
 
 
 def snapshot(root: Path, working: Path) -> set[tuple[Path, bytes]]:
@@ -201,20 +237,24 @@ def prepared(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run_cases(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run_cases(origin: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Callable[..., None]:
     """Run the cases of a seed: `case_of` damages files of a fresh copy, and returns a command and a description."""
 
     def run(name: str, case_of: Callable[[random.Random, Path], tuple[list[str], str]]) -> None:
-        failures = []
+        failures, codes = [], Counter[int | None]()
         for case in [int(ONLY)] if ONLY else range(CASES):
             rng, working = random.Random(f"{name} {SEED} {case}"), prepared(origin, here, monkeypatch)
             words, what = case_of(rng, working)
             before = snapshot(here, working)
-            problem = quiet(words)
+            code, problem = quiet(words)
+            codes[code] += 1
             if changed := snapshot(here, working) ^ before:
                 problem = f"{problem}; wrote outside: {sorted(changed)}"
             if problem:
                 failures.append(f"case {case}: bsi {' '.join(words)!r} {what}: {problem}")
+        with capsys.disabled():
+            ends = ", ".join(f"{count} with exit code {code}" for code, count in sorted(codes.items(), key=str))
+            print(f"\n{name}, seed {SEED}: {codes.total()} cases, {ends}; {len(failures)} failed")
         assert not failures, "\n".join(failures)
 
     return run
@@ -238,10 +278,23 @@ def test_damaged_run_folders(run_cases):
     run_cases("run", case_of)
 
 
+def test_damaged_models(run_cases):
+    """A folder of `save_pretrained`, an exported file and a compressed file."""
+
+    def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
+        source = rng.choice(["model", "model/model.safetensors", "x.bsi"])
+        what = damaged(rng, working / source)
+        fitting = [words for words in ON_A_MODEL if ("x.bsi" in words) >= (source == "x.bsi")]
+        words = rng.choice(fitting).replace("{}", "run" if source == "x.bsi" else source)
+        return words.split(), f"after {what}"
+
+    run_cases("model", case_of)
+
+
 def test_damaged_data(run_cases):
     kinds = {
         "x.npy": "arrays --from", "x.npz": "arrays --from", "images": "folder", "images.zip": "folder",
-        "images.tar.gz": "folder", "x.wav": "wav", "data/x": " x ",
+        "images.tar.gz": "folder", "x.wav": "wav", "x.txt": "text", "mnist": "mnist", "data/x": " x ",
     }  # fmt: skip
 
     def case_of(rng: random.Random, working: Path) -> tuple[list[str], str]:
@@ -298,11 +351,14 @@ def damaged(rng: random.Random, root: Path) -> str:
     targets = {"a loop": path.name, "a device": "/dev/null", "an endless device": "/dev/zero", "a file outside": SECRET}
     ways = ["truncated", "flipped", "emptied", "extended", "removed", *rng.sample(["a folder", "a pipe", *targets], 2)]
     ways += ["edited"] * 4 if path.suffix in (".json", ".jsonl") else []
-    ways += ["header"] * 3 if path.suffix in (".safetensors", ".npy", ".npz", ".zip") else []
+    ways += ["header"] * 3 if path.suffix in (".safetensors", ".npy", ".npz", ".zip", ".bsi") else []
     way = rng.choice(ways)
     if way in contents:
         path.write_bytes(contents[way]())
-        return f"{path.name} {way}"
+        fitting = rng.random() < 0.7
+        if fitting:
+            fit_hashes(path)
+        return f"{path.name} {way}{', with fitting hashes' * fitting}"
     path.unlink(missing_ok=True)
     if way == "a folder":
         path.mkdir()
@@ -311,6 +367,20 @@ def damaged(rng: random.Random, root: Path) -> str:
     elif way in targets:
         path.symlink_to(targets[way])
     return f"{path.name} is {way}"
+
+
+def fit_hashes(path: Path) -> None:
+    """Change the hashes that cover a file, as whoever damages it on purpose would."""
+    if path.suffix == ".bsi":
+        content = path.read_bytes()[:-32]
+        path.write_bytes(content + hashlib.sha256(content).digest())
+    manifest = path.parent / "manifest.json"
+    if path.parent.name.startswith("step-") and path != manifest:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is damaged itself
+            record = json.loads(manifest.read_bytes())
+            record["files"][path.name] = {"bytes": path.stat().st_size, "sha256": bsi.io.digest_file(path)}
+            content = {"format": record["format"], "files": record["files"]}
+            bsi.io.write_json(manifest, {**content, "sha256": bsi.io.fingerprint(content)})
 
 
 def flipped(raw: bytes, rng: random.Random) -> bytes:

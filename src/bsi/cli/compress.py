@@ -12,7 +12,7 @@ import tyro
 from PIL import Image
 
 from bsi import pictures
-from bsi.cli.options import Device, Json, RunPath, answer
+from bsi.cli.options import BatchSize, Count, Device, Json, RunPath, Within, answer
 from bsi.data import files, store
 from bsi.data.baselines import baselines
 from bsi.data.images import SUFFIXES, open_image
@@ -42,12 +42,12 @@ class Compress:
     """A prepared dataset by name or folder, a .npy array of bin indices, or a folder of images."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]  # The compressed file.
     split: Literal["test", "train"] = "test"  # The part of a prepared dataset.
-    limit: int | None = None  # Compress only the first samples.
-    steps: int = 64
+    limit: Count | None = None  # Compress only the first samples.
+    steps: Annotated[int, Within(1, 100_000)] = 64
     """Steps of the chain of latents: more steps tighten the bound and take longer."""
     variance: Literal["none", "level", "pixels", "dct", "learned"] = "level"
     """The predictive variance in each step, fitted to training samples of the run's dataset."""
-    batch_size: int = 256  # Samples coded together, at most: batches grow with the file.
+    batch_size: BatchSize = 256  # Samples coded together, at most: batches grow with the file.
     bound: bool = True  # With --no-bound, do not evaluate the bound of the same data.
     device: Device = None
     json: Json = False
@@ -62,6 +62,7 @@ class Compress:
         trained = export.read_trained(self.run)
         model = export.model_of(trained, str(self.run)).to(pick_device(self.device, 0))
         index = _indices(self, model)
+        codec.check_indices(model, index)
         variance = None if self.variance == "none" else fitted_variance(model, trained.data.name, self.variance)
         started = time.perf_counter()
         with Progress("compress", len(index) * (self.steps + 1), "evaluation") as progress:
@@ -177,7 +178,8 @@ def _indices(args: Compress, model: Model) -> Tensor:
         with files.ArrayFile.at(path) as file:
             if file.dtype.kind not in "ui":
                 raise DataError(f"{path} has dtype {file.dtype}, expected integers: the indices of bins.")
-            rows = np.concatenate([block.copy() for block in file.blocks()])
+            empty = np.zeros((0, *file.shape[1:]), file.dtype)
+            rows = np.concatenate([empty, *(block.copy() for block in file.blocks())])
     elif path.is_dir() and not (path / "manifest.json").exists():
         rows = _images(path, model)
     else:

@@ -290,4 +290,7 @@ def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
         path = checkpoint.folder / f"{FORMER[name]}.safetensors"
     if os.path.lexists(path) and not path.is_file():  # a pipe would block; without a file, it was deleted meanwhile
         raise CorruptCheckpoint(f"{path} is damaged: it is not a regular file.")
-    return safetensors.torch.load_file(path)
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise CorruptCheckpoint(f"{path} is damaged: {error}.") from error

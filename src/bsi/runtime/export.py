@@ -338,7 +338,7 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
             weights = checkpoint.read_tensors(found, "ema" if ema else "model")
             trained = Trained.read({**found.state, "ema": ema}, weights)
             return replace(trained, autoencoder=autoencoders.attached(trained.data.kind, path))
-        except (OSError, safetensors.SafetensorError):
+        except (OSError, CorruptCheckpoint):
             if found.folder.exists():
                 raise
             # A running training has deleted this checkpoint, and has a newer one.

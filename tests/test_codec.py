@@ -115,7 +115,7 @@ def test_damage_with_a_valid_hash_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("word", [b"\0\0\0\0", b"\xff\xff\xff\xff"])
-def test_words_that_no_encoder_wrote_are_damage(word: bytes) -> None:
+def test_words_that_no_encoder_writes_are_reported_as_damage(word: bytes) -> None:
     header, words = unpack(compress(model(), data(), steps=3).blob)
     with pytest.raises(DataError, match="damaged"):
         decompress(model(), pack(header, word * (len(words) // 4)))

@@ -127,7 +127,7 @@ def test_stored_samples_are_said_to_have_no_density_once() -> None:
 
 
 @pytest.mark.parametrize(("step", "offset", "last", "rows"), [(1e-4 / 3, 0.1, 1e12, 1024), (1.7e-4, 0.0, 1e10, 512)])
-def test_multiples_of_any_step_declared_continuous_are_said_to_have_no_density(step, offset, last, rows) -> None:
+def test_multiples_of_any_step_give_a_warning_that_there_is_no_density(step, offset, last, rows) -> None:
     """Also a row at a time; rounding to steps that the last level cannot resolve is harmless, however often it hits."""
     x = ((normal(rows, 4).double() / step).round() * step + offset).float()
     for data in (x, as_source(x)):
@@ -139,7 +139,7 @@ def test_multiples_of_any_step_declared_continuous_are_said_to_have_no_density(s
         continuous(bsi.BSI()).elbo((1e4 * normal(4096, 4)).round() / 1e4)
 
 
-def test_one_value_among_many_is_a_sign_of_discrete_data() -> None:
+def test_one_frequent_value_gives_a_warning_that_data_is_discrete() -> None:
     x = normal(4096, 4)
     x[:32] = 0.25
     with pytest.warns(UserWarning, match="repeated"):

@@ -95,7 +95,7 @@ def test_its_cost_is_counted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own access
-def test_its_regions_compile_whole(unchecked: None) -> None:
+def test_the_regions_of_the_autoencoder_compile_to_one_graph_each(unchecked: None) -> None:
     torch.manual_seed(0)
     network = build(TINY, (3, 8, 8), 256).train()
     nn.init.normal_(network.decoder[-1].conv.weight)
@@ -272,7 +272,7 @@ def plan(images: object, autoencoder: object) -> object:
     return make_source("latents", str(images), {"autoencoder": str(autoencoder)}).plan()
 
 
-def test_what_cannot_be_encoded_is_rejected_before_any_work(root: Path, tmp_path: Path) -> None:
+def test_unsupported_images_are_rejected_before_any_work(root: Path, tmp_path: Path) -> None:
     for name, array in {"odd": np.zeros((20, 1, 7, 7)), "color": np.zeros((20, 3, 8, 8))}.items():
         np.save(tmp_path / f"{name}.npy", array)
         words = ["data", "arrays", "--from", str(tmp_path / f"{name}.npy"), "--to", str(tmp_path / name)]

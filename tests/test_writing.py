@@ -205,7 +205,7 @@ def test_the_result_is_printed_when_it_cannot_be_stored(full: dict[str, dict]) -
     assert found["left"] == ["run/evaluations"]
 
 
-def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+def test_files_do_not_reuse_the_descriptor_of_a_closed_stream(tmp_path: Path) -> None:
     """Row 51: what is written to stderr from a signal handler or from C would end up in it."""
     program = "import os; from bsi.cli import main; main(['--version']); os.rename('a', str(os.open('a', os.O_RDONLY)))"
     (tmp_path / "a").touch()

@@ -129,7 +129,7 @@ def check_changes(
     names = [c.name for c in found if _within(c.name, NEVER) or not _within(c.name, safe)]
     if not names:
         return found
-    lines = [f"this run began with other settings, and has reached step {step}:"]
+    lines = [f"the run in this folder began with other settings, and has reached step {step}:"]
     lines += [f"  {change}" for change in found if change.name in names][:SHOWN]
     if len(names) > SHOWN:
         lines.append(f"  and {len(names) - SHOWN} more")

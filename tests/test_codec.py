@@ -57,6 +57,15 @@ def test_decompression_is_lossless_with_variance_aware_transitions(name: str) ->
     assert torch.equal(decompress(ours, compress(ours, x, 4, variance).blob), x)
 
 
+def test_a_long_first_step_with_a_large_variance_is_coded() -> None:
+    """Where the first steps would be useless, a fitted grid takes them at once: the first latent is far from 0."""
+    ours = bsi.Model(Shrink(), BSI(), SHAPE, data=Bins.uint8()).eval()
+    x = torch.randint(0, 256, (40, *SHAPE), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    variance = ours.fit_variance(x, "level")
+    assert float(variance.grid(4)[1]) > 100
+    assert torch.equal(decompress(ours, compress(ours, x, 4, variance).blob), x)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_samples_are_stored_uncompressed(count: int) -> None:
     packed = compress(model(), data(count), steps=8)

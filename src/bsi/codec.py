@@ -62,6 +62,7 @@ LOG_STEP, LOG_CENTER = 0.125, -12.0  # of a stored ln v, in one byte
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 # Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
 REACH, LEAST, MOST = 12, 64, 1 << 12
+DEVIATIONS, FURTHEST = 20, 1 << 20  # a long step with a large variance reaches this many standard deviations instead
 # A batch starts only if the stack holds this multiple of the bits that it is expected to take, and these bits more.
 MARGIN, RESERVE = 1.1, 64
 STORED = ("level", "pixels", "dct", "learned")  # the variances that fit into a file
@@ -355,7 +356,8 @@ class _GridNormal:
         self.rest = (mean - self.center).reshape(-1)
         std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, 1e-8))  # rounding adds 1/12
         self.std = np.ascontiguousarray(np.broadcast_to(std, mean.shape)).reshape(-1)
-        self.reach, self.normal = reach, _stream().model.QuantizedGaussian(-reach, reach)
+        self.reach = max(reach, min(FURTHEST, math.ceil(DEVIATIONS * float(self.std.max(initial=0)))))
+        self.normal = _stream().model.QuantizedGaussian(-self.reach, self.reach)
 
     def pop(self, stack: Any) -> Places:
         offset = stack.decode(self.normal, self.rest, self.std).reshape(self.center.shape)

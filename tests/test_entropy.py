@@ -139,6 +139,14 @@ def test_multiples_of_any_step_give_a_warning_that_there_is_no_density(step, off
         continuous(bsi.BSI()).elbo((1e4 * normal(4096, 4)).round() / 1e4)
 
 
+def test_one_column_on_a_grid_among_many_is_named() -> None:
+    x = normal(1024, 40)
+    x[:, 7] = (x[:, 7] / 1.7e-4).round() * 1.7e-4
+    model = bsi.Model(Zero(), bsi.BSI(alpha_M=1e10), (40,), parametrization="edm")
+    with pytest.warns(UserWarning, match="in column 7 are repeated"):
+        model.elbo(x)
+
+
 def test_one_frequent_value_gives_a_warning_that_data_is_discrete() -> None:
     x = normal(4096, 4)
     x[:32] = 0.25

@@ -23,7 +23,7 @@ from bsi import recipes
 from bsi.backbones import DiTConfig, MLPConfig, build, resolve
 from bsi.backbones.mlp import MLP
 from bsi.errors import BsiError, DataError, NonFinite, Preempted, UsageError
-from bsi.recipe import Ema, Evaluation, Every, Objective, Recipe, Samples
+from bsi.recipe import Ema, Evaluation, Every, Objective, Optimizer, Recipe, Samples
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import config_of, export, read_trained
 from bsi.runtime.run_folder import RunRecord, Value, read_journal
@@ -250,6 +250,19 @@ def test_a_small_test_set_is_evaluated_at_more_levels() -> None:
         sets.append(bound(model, test, small, world, StopFlag()))
     assert [len(found.nats) for found in sets] == [40, 10]
     assert sets[0].evaluations == sets[1].evaluations
+
+
+def test_overfitting_is_reported(tmp_path: Path, capsys) -> None:
+    data = torch.randn(264, 6, generator=torch.Generator().manual_seed(0))
+    small = recipe(
+        steps=80, backbone=MLPConfig(width=64, depth=2), method=bsi.BSI(alpha_M=100.0), ema=Ema(0.5, 4),
+        optimizer=Optimizer(lr=1e-2), every=Every(journal=80, evaluate=20, sample=0, checkpoint=80),
+        evaluation=Evaluation(images=256, batch=256),
+    )  # fmt: skip
+    bsi.train(small, data=data[:8], test=data[8:], out=tmp_path / "small")
+    assert "overfits" in capsys.readouterr().err
+    bsi.train(small, data=data, test=data, out=tmp_path / "large")
+    assert "overfits" not in capsys.readouterr().err
 
 
 def test_progress_names_the_term_that_continuous_data_is_trained_on(tmp_path: Path, capsys) -> None:

@@ -32,7 +32,7 @@ from bsi.bound import estimate
 from bsi.data.baselines import MOST_TRAIN, baselines, baselines_text
 from bsi.data.batches import BatchSource
 from bsi.elbo import Elbo, Estimator
-from bsi.errors import NonFinite, Preempted
+from bsi.errors import NonFinite, Preempted, UsageError
 from bsi.model import Model
 from bsi.pictures import class_columns, grid, is_image
 from bsi.progress import Progress, readable_seconds
@@ -41,7 +41,7 @@ from bsi.rng import derive, subset
 from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages
-from bsi.runtime.run_folder import RunFolder, Sink
+from bsi.runtime.run_folder import RunFolder, Sink, read_journal
 from bsi.training.dataset import TrainingData
 from bsi.training.step import Engine, Piece, Stream, piece_ids, piece_levels
 from bsi.values import Standardize
@@ -172,6 +172,8 @@ class Loop:
                 progress.log(f"step {step}: test {found}")
                 if step == recipe.steps and (text := self._baselines(self.data.test, found)):
                     progress.log(f"for comparison, the same samples: {text}")
+                if step == recipe.steps and (text := _overfitted(self.folder.path, found)):
+                    progress.log(text)
         self.watchdog.at(step, "evaluate")
         if "sample" in due and self.world.first:
             self.folder.check()
@@ -244,6 +246,18 @@ class Loop:
             f"saved, and {self.folder.path / name} lists its samples, levels and seed. Lower --optimizer.lr, or check "
             f"the data."
         )
+
+
+def _overfitted(run: Path, found: Elbo) -> str:
+    """A message if the bound of the same samples, with the same noise, was clearly lower at an earlier step."""
+    with suppress(UsageError, OSError):  # the journal could not be written
+        evaluated = [record for record in read_journal(run) if record.get("event") == "evaluate"]
+        past = {record["step"]: float(record["bits_per_dim"]) for record in evaluated}
+        step = min(past, key=past.__getitem__, default=None)
+        if step is not None and (more := found.bits_per_dim - past[step]) > 2 * found.monte_carlo_error:
+            advice = "Train for fewer steps, on more data, or with dropout."
+            return f"the bound was {more:.4f} bits/{found.element} lower at step {step}: the network overfits. {advice}"
+    return ""
 
 
 def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:

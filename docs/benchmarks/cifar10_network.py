@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--coded", type=int, default=1000)
     parser.add_argument("--k", type=int, default=64)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--variance", default="learned", help="of the code")
+    parser.add_argument("--variance", default="dct", help="of the code")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from bsi.backbones.config import AutoencoderConfig, BackboneConfig, DiTConfig, MLPConfig, UNetConfig
+from bsi.backbones.config import AutoencoderConfig, BackboneConfig, DiTConfig, MLPConfig, Parallel, UNetConfig
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import METHODS, Method
@@ -249,6 +249,9 @@ class Recipe:
     """Precision inside the network; auto is bf16 on a GPU, float16 on a GPU without bf16, and float32 on a CPU."""
     compile: bool = True
     """On a GPU, use the fastest form of the network: fused if it has one, else compiled. Ignored on a CPU."""
+    parallel: Parallel = "ddp"
+    """How ranks share the network: ddp copies it to each, fsdp shards the weights, the optimizer's state and the
+    averages over all ranks, and hsdp over the ranks of each host."""
     lean: bool = False
     """A fused form that stores less: up to a tenth slower, with 3/4 of a DiT's memory or half of a U-Net's."""
     parametrization: Parametrization | None = None
@@ -282,6 +285,11 @@ class Recipe:
             fits = self.virtual_shards == power
             _require("virtual_shards", self.virtual_shards, fits, f"a power of two in the audit mode, such as {power}")
             _require("precision", self.precision, self.precision in ("auto", "float32"), "float32 in the audit mode")
+        if self.parallel != "ddp":
+            _require("precision", self.precision, self.precision != "fp8", "bf16 with parallel=fsdp or hsdp")
+            _require("lean", self.lean, not self.lean, "off with parallel=fsdp or hsdp. Use backbone.checkpoint")
+            whole = isinstance(self.backbone, AutoencoderConfig)
+            _require("parallel", self.parallel, not whole, "ddp for an autoencoder, which is small")
         if self.precision == "fp8":
             _require("lean", self.lean, not self.lean, "off with precision fp8, which already stores few activations")
             _require("compile", self.compile, self.compile, "on with precision fp8")
@@ -307,6 +315,11 @@ class Recipe:
         if self.audit or self.batch % self.virtual_shards == 0:
             return math.gcd(self.batch, self.virtual_shards)
         return max(n for n in range(1, min(self.batch, self.virtual_shards) + 1) if self.batch % n == 0)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold parts of the network; in the audit mode each holds all of it."""
+        return self.parallel != "ddp" and not self.audit
 
     def check(self, world: int) -> None:
         """Raise if `world` ranks cannot share a batch evenly."""

@@ -37,6 +37,8 @@ def test_cost_counts_every_parameter_and_flop_of_a_forward_pass(kind: str) -> No
         ("dit-b/2", 129),
         ("dit-l/2", 457),
         ("dit-xl/2", 673),
+        ("dit-h/2", 949.4),
+        ("dit-g/2", 3034.0),
         ("unet-128x32", 30.5),
         ("unet-128-256-256x2", 27.4),
     ],
@@ -56,7 +58,8 @@ def test_the_papers_networks_have_the_papers_sizes() -> None:
     assert resolve("unet-256x32") == UNetConfig(width=256, levels=32, heads=1, dropout=0.1)
     assert resolve("unet-64-96-128x3") == UNetConfig(width=64, levels=3, coarser=(96, 128))
     assert resolve("mlp-64x3") == MLPConfig(width=64, depth=3)
-    assert {name: (c.width, c.depth, c.heads) for name, c in DIT_SIZES.items() if name != "mini"} == {
+    ours = ("mini", "h", "g")
+    assert {name: (c.width, c.depth, c.heads) for name, c in DIT_SIZES.items() if name not in ours} == {
         "s": (384, 12, 6),
         "b": (768, 12, 12),
         "l": (1024, 24, 16),

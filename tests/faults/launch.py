@@ -209,9 +209,9 @@ def command(words: Sequence[str]) -> int:
 
 
 def sequence(plan: Path) -> int:
-    """Runs of {"out", "words", "faults", "ranks", "slurm", "log", "copy"} in turn; writes "codes" and "stderr".
+    """Runs of {"out", "words", "faults", "ranks", "local", "slurm", "log", "copy"} in turn.
 
-    `copy` keeps a copy of the run folder.
+    Writes the "codes" and the "stderr" of each. `copy` keeps a copy of the run folder.
     """
     import torch._dynamo  # noqa: F401  # before the forks, which need not import it again; optimizers do
 
@@ -255,6 +255,7 @@ def _fork(entry: dict[str, Any], folder: Path, rank: int, ranks: int, port: int)
             os.environ |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(port - 20000)}
         elif ranks > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(entry["local"])}
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         sys.argv = ["bsi", "train", *entry["words"]]
         for stream, name in ((1, "out"), (2, "err")):

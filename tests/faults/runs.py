@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -11,6 +12,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save
+
+from bsi.runtime import checkpoint
 
 LIMIT_S = 240.0  # longer than any run here takes on a busy machine
 LAUNCH = Path(__file__).with_name("launch.py")
@@ -37,11 +42,13 @@ class Entry:
     log: Path | None = None
     copy: Path | None = None
     slurm: bool = False
+    local: int = 1  # ranks on a host
 
     def plain(self) -> dict[str, Any]:
         words = [*TINY.split(), "--out", str(self.out), *self.words]
         optional = {name: str(path) for name, path in (("log", self.log), ("copy", self.copy)) if path is not None}
         plain = {"out": str(self.out), "words": words, "faults": self.faults, "ranks": self.ranks, "slurm": self.slurm}
+        plain["local"] = self.local
         return {**plain, **optional}
 
 
@@ -118,9 +125,13 @@ def _torchrun_words(entry: Entry, restarts: int, launch: Path) -> list[str]:
 
 
 def fingerprint(run: Path, step: int = 24) -> dict[str, str]:
-    """SHA-256 of the parameters, the EMA and the optimizer after a step."""
-    manifest = json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
-    return {name: record["sha256"] for name, record in manifest["files"].items() if name.endswith(".safetensors")}
+    """SHA-256 of the parameters, the EMA and the optimizer after a step, whichever ranks have written them."""
+    saved = checkpoint.verify(run / "checkpoints" / f"step-{step:08d}")
+    found = {}
+    for name in ("model", "ema", "optimizer"):
+        whole = save({key: tensor.contiguous() for key, tensor in checkpoint.read_tensors(saved, name).items()})
+        found[f"{name}.safetensors"] = hashlib.sha256(whole).hexdigest()
+    return found
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

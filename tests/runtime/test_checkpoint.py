@@ -164,7 +164,7 @@ def test_a_background_save_keeps_the_state_of_its_step(tmp_path: Path, monkeypat
     """The saver writes while training continues; until `latest` is updated, the previous checkpoint is used."""
     checkpoint.save(tmp_path, snapshot(1), Keep())
     go, write = threading.Event(), checkpoint.write_files
-    monkeypatch.setattr(checkpoint, "write_files", lambda *args: (go.wait(60), write(*args)))
+    monkeypatch.setattr(checkpoint, "write_files", lambda *args: (go.wait(60), write(*args))[1])
     saver = Saver(tmp_path, Keep(), lambda: None)
     saver.save(snapshot(2))
     assert found(tmp_path).step == 1

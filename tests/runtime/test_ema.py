@@ -65,7 +65,7 @@ def test_an_intermediate_width_is_nearly_a_combination_of_averages(wanted: float
 def test_the_average_of_a_straight_line_is_known() -> None:
     """theta(t) = t has the average (gamma + 1) / (gamma + 2) t, up to discretization."""
     line = nn.Linear(1, 1, bias=False)
-    averages = PowerAverages(line, [0.1])
+    averages = PowerAverages(dict(line.named_parameters()), [0.1])
     for step in range(1, 2001):
         line.weight.data.fill_(float(step))
         averages.update(torch.tensor(True), [torch.tensor(1 - Profile(step, 0.1).beta)])
@@ -75,7 +75,7 @@ def test_the_average_of_a_straight_line_is_known() -> None:
 
 def test_skipped_steps_do_not_change_the_average() -> None:
     line = nn.Linear(1, 1, bias=False)
-    averages = PowerAverages(line, [0.1])
+    averages = PowerAverages(dict(line.named_parameters()), [0.1])
     before = averages.state()["0.1/weight"].clone()
     line.weight.data.fill_(9.0)
     averages.update(torch.tensor(False), [torch.tensor(0.5)])

@@ -28,18 +28,28 @@ from faults.runs import (
 Chains = dict[str, list[Ended]]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def layout(request: pytest.FixtureRequest) -> str:
+    """How several ranks share the network; a single one has all of it."""
+    return str(request.param)
+
+
+only_ddp = pytest.mark.parametrize("layout", ["ddp"], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def chains(base: Path) -> Chains:
+def base(layout: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"ranks-{layout}")
+
+
+@pytest.fixture(scope="module")
+def chains(layout: str, base: Path) -> Chains:
     """Chains of runs of forked ranks, by the name of their folder."""
 
     def out(name: str, ranks: int, *faults: dict, words: str = "") -> Entry:
         log = base / f"{name}.log" if name in ("one", "two", "changing") else None
-        return Entry(base / name, words.split(), list(faults), ranks, log)
+        parallel = f"--parallel {layout if ranks > 1 else 'ddp'} --allow parallel "
+        return Entry(base / name, (parallel + words).split(), list(faults), ranks, log)
 
     stop = [fault("step", "signal SIGTERM self", s) for s in (7, 15)]
     plans = {
@@ -59,29 +69,32 @@ def chains(base: Path) -> Chains:
         ],
         "nan": [out("nan", 2, fault("loss", "nan", 13, rank=1)), out("nan", 2)],
         "hang": [out("hang", 2, fault("data", "hang", 9, rank=1), words="--hang-after-s 8")],
-        "full": [out("full", 2, *(fault("network", "no memory", 4, rank=rank) for rank in (0, 1)))],
         "unseen": [
             out("unseen", 2, fault("measure", "no disk", 11, rank=1)),
             out("unseen", 2, fault("measure", "no memory", -1, rank=1)),
             out("unseen", 2),
         ],
-        "impatient": [
-            out(
-                "impatient",
-                2,
-                fault("measure", "no disk", 11, rank=1),
-                fault("save:write", "linger", 12),
-                fault("leave", "kill the first", 11, rank=1),
-            ),
-            out("impatient", 2),
-        ],
-        "interrupted": [
-            out("interrupted", 2, fault("measure", "signal SIGTERM self", 11, rank=1)),
-            out("interrupted", 2),
-        ],
-        "three": [out("three", 3)],
-        "srun": [Entry(base / "srun", ranks=2, slurm=True)],
     }
+    if layout == "ddp":
+        plans |= {
+            "full": [out("full", 2, *(fault("network", "no memory", 4, rank=rank) for rank in (0, 1)))],
+            "impatient": [
+                out(
+                    "impatient",
+                    2,
+                    fault("measure", "no disk", 11, rank=1),
+                    fault("save:write", "linger", 12),
+                    fault("leave", "kill the first", 11, rank=1),
+                ),
+                out("impatient", 2),
+            ],
+            "interrupted": [
+                out("interrupted", 2, fault("measure", "signal SIGTERM self", 11, rank=1)),
+                out("interrupted", 2),
+            ],
+            "three": [out("three", 3)],
+            "srun": [Entry(base / "srun", ranks=2, slurm=True)],
+        }
     ended = iter(sequence(base / "plans", *(entry for plan in plans.values() for entry in plan)))
     return {name: [next(ended) for _ in plan] for name, plan in plans.items()}
 
@@ -135,6 +148,7 @@ def test_a_rank_that_hangs_is_named_with_its_step(chains: Chains) -> None:
     assert "rank 0 in step 9 (compute)" in ended.stderr
 
 
+@only_ddp
 def test_ranks_that_run_out_of_memory_exit_with_a_message(chains: Chains) -> None:
     """The error still refers to the objects of the step, such as DDP, when the process group ends."""
     assert codes(chains["full"]) == [[2, 2]], chains["full"][0].stderr
@@ -160,6 +174,7 @@ def test_a_failed_evaluation_on_another_rank_loses_no_step(base: Path, chains: C
     assert metrics(base / "unseen") == metrics(base / "two")
 
 
+@only_ddp
 def test_a_stop_signal_to_one_rank_interrupts_the_evaluation_of_all(base: Path, chains: Chains) -> None:
     """Row 38."""
     assert codes(chains["interrupted"]) == [[75, 75], [0, 0]]
@@ -168,6 +183,7 @@ def test_a_stop_signal_to_one_rank_interrupts_the_evaluation_of_all(base: Path, 
     assert metrics(base / "interrupted") == metrics(base / "two")
 
 
+@only_ddp
 def test_a_rank_that_failed_in_an_evaluation_exits_after_the_save(base: Path, chains: Chains) -> None:
     """Row 36: launchers kill all ranks when one has exited. This one does so at once."""
     assert codes(chains["impatient"])[1] == [0, 0]
@@ -175,6 +191,7 @@ def test_a_rank_that_failed_in_an_evaluation_exits_after_the_save(base: Path, ch
     assert fingerprint(base / "impatient") == fingerprint(base / "two")
 
 
+@only_ddp
 def test_an_unsuitable_number_of_ranks_is_rejected_with_suitable_ones(base: Path, chains: Chains) -> None:
     """Row 11."""
     assert codes(chains["three"]) == [[2, 2, 2]]
@@ -182,11 +199,13 @@ def test_an_unsuitable_number_of_ranks_is_rejected_with_suitable_ones(base: Path
     assert not (base / "three").exists()
 
 
+@only_ddp
 def test_ranks_of_srun_connect_by_slurms_variables(base: Path, chains: Chains) -> None:
     assert codes(chains["srun"]) == [[0, 0]]
     assert fingerprint(base / "srun") == fingerprint(base / "two")
 
 
+@only_ddp
 @pytest.mark.slow
 def test_only_the_first_rank_writes_for_tensorboard(base: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra")
@@ -201,10 +220,12 @@ def still_training(run: Path) -> list[str]:
     return [b" ".join(line).decode() for line in words if str(run).encode() in line]
 
 
-def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_state(base: Path, chains: Chains) -> None:
+def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_state(layout: str, base: Path, chains: Chains) -> None:
     """Row 2: one rank, then the other, in the middle of a step."""
     kills = [fault("loss", "kill", 10, rank=1), fault("loss", "kill", 19, rank=0)]
-    ended = torchrun(Entry(base / "restarted", faults=kills, ranks=2), base / "restarted-marks", restarts=2)
+    ended = torchrun(
+        Entry(base / "restarted", ["--parallel", layout], kills, ranks=2), base / "restarted-marks", restarts=2
+    )
     assert ended.codes == [0], ended.stderr
     assert len(list((base / "restarted-marks").iterdir())) == 2, "both faults happened"
     assert fingerprint(base / "restarted") == fingerprint(base / "two")
@@ -212,7 +233,7 @@ def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_state(base: Path, ch
 
 
 @pytest.mark.slow
-def test_signals_to_the_launcher_or_one_rank_save_the_same_step_on_all(base: Path, chains: Chains) -> None:
+def test_signals_to_the_launcher_or_one_rank_save_the_same_step_on_all(layout: str, base: Path, chains: Chains) -> None:
     """Rows 4, 5 and 6: SIGTERM to torchrun, SIGTERM to a rank, SIGUSR1 to torchrun; then to the end."""
     run = base / "signaled"
     signals = [
@@ -220,20 +241,21 @@ def test_signals_to_the_launcher_or_one_rank_save_the_same_step_on_all(base: Pat
         fault("step", "signal SIGTERM self", 10, rank=1),
         fault("step", "signal SIGUSR1 parent", 15),
     ]
-    for i, one in enumerate(signals):
-        ended = torchrun(Entry(run, faults=[one], ranks=2), base / f"signaled-{i}")
+    for i, one in enumerate(signals if layout == "ddp" else signals[:1]):
+        ended = torchrun(Entry(run, ["--parallel", layout], [one], ranks=2), base / f"signaled-{i}")
         assert ended.codes != [0]
         assert not still_training(run), ended.stderr
         assert status(run)["state"] == "preempted"
         assert status(run)["step"] == one["step"] + 1, ended.stderr
         assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{one['step'] + 1:08d}"
-    ended = torchrun(Entry(run, ranks=2), base / "signaled-end")
+    ended = torchrun(Entry(run, ["--parallel", layout], ranks=2), base / "signaled-end")
     assert ended.codes == [0], ended.stderr
     assert status(run)["state"] == "finished"
     assert fingerprint(run) == fingerprint(base / "two")
     assert metrics(run) == metrics(base / "two")
 
 
+@only_ddp
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_save_and_exit(base: Path) -> None:
     """Row 55."""

@@ -266,7 +266,7 @@ def test_ranks_exchange_gradients_once_per_step(
     losses, exchanged = engine._losses, []
 
     def noted(batch: Batch) -> torch.Tensor:
-        exchanged.append(engine._network.require_backward_grad_sync)
+        exchanged.append(engine.layout.network.require_backward_grad_sync)
         return losses(batch)
 
     monkeypatch.setattr(engine, "_losses", noted)

@@ -132,8 +132,12 @@ def compile_regions(backbone: Backbone, backend: str = "inductor") -> None:
     import torch._dynamo  # takes seconds
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-    for region in backbone.regions():  # as `region.compile` sets it
-        region._compiled_call_impl = _static(torch.compile(region._call_impl, backend=_lean(backend), fullgraph=True))
+    for region in backbone.regions():
+        if hasattr(region, "unshard"):  # the hooks of FSDP communicate, and are not compiled
+            region.forward = _static(torch.compile(region.forward, backend=_lean(backend), fullgraph=True))
+        else:  # as `region.compile` sets it
+            call = torch.compile(region._call_impl, backend=_lean(backend), fullgraph=True)
+            region._compiled_call_impl = _static(call)
 
 
 def _static(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ number of bins (which sets the Fourier features) and the number of classes.
 
 | name | network |
 |---|---|
-| `dit-l/2` | DiT of size s, b, l, xl or mini with patches of 2 (4, 8, ...) per axis; the paper has L/2 and L/4 |
+| `dit-l/2` | DiT of size mini, s, b, l, xl, h or g with patches of 2 (4, 8, ...) per axis; the paper has L/2 and L/4 |
 | `unet-128x32` | VDM's U-Net of width 128 with 32 levels (CIFAR-10 in the paper; 256 wide for ImageNet32) |
 | `unet-128-256-256x2` | the same at three resolutions, each half of the previous one, with 2 levels at each |
 | `mlp-256x4` | residual MLP of width 256 with 4 blocks, for vectors |
@@ -198,13 +198,15 @@ class AutoencoderConfig:
 
 BackboneConfig = DiTConfig | UNetConfig | MLPConfig | AutoencoderConfig
 
-# Published sizes; `mini` is ours, for studies (10M parameters).
+# Published sizes. Ours are `mini`, for studies (10M parameters), and `h` and `g`, for many GPUs (0.95 and 3.0 billion).
 DIT_SIZES = {
     "mini": DiTConfig(width=256, depth=8, heads=4),
     "s": DiTConfig(width=384, depth=12, heads=6),
     "b": DiTConfig(width=768, depth=12, heads=12),
     "l": DiTConfig(width=1024, depth=24, heads=16),
     "xl": DiTConfig(width=1152, depth=28, heads=16),
+    "h": DiTConfig(width=1280, depth=32, heads=16),
+    "g": DiTConfig(width=2048, depth=40, heads=16),
 }
 
 KNOWN_NAMES = [f"dit-{size}/{patch}" for size in DIT_SIZES for patch in (2, 4, 8)]
@@ -283,15 +285,24 @@ def cost(
 
 
 def _blocks(config: DiTConfig | MLPConfig, shape: Shape, inputs: int, outputs: int) -> Cost:
-    width, hidden, tokens = config.width, config.mlp_ratio * config.width, math.prod(config.grid(shape))
+    width, tokens = config.width, math.prod(config.grid(shape))
     pixels = math.prod(shape[1:]) // tokens
+    block, modulation = _block_and_modulation(config, tokens)
+    ends = _product(inputs * pixels * _window(config, shape), width, tokens) + _product(width, outputs * pixels, tokens)
+    return modulation + block * config.depth + ends
+
+
+def _window(config: DiTConfig | MLPConfig, shape: Shape) -> int:
+    """The patches that a token's embedding reads."""
+    return config.kernel ** (len(shape) - 1) if isinstance(config, DiTConfig) else 1
+
+
+def _block_and_modulation(config: DiTConfig | MLPConfig, tokens: int) -> tuple[Cost, Cost]:
+    width, hidden = config.width, config.mlp_ratio * config.width
     block, modulations = _product(width, hidden, tokens) + _product(hidden, width, tokens), 3
     if isinstance(config, DiTConfig):
         block, modulations = block + _attention(width, tokens), 6
-    modulation = _product(width, (modulations * config.depth + 2) * width)
-    window = config.kernel ** (len(shape) - 1) if isinstance(config, DiTConfig) else 1
-    ends = _product(inputs * pixels * window, width, tokens) + _product(width, outputs * pixels, tokens)
-    return modulation + block * config.depth + ends
+    return block, _product(width, (modulations * config.depth + 2) * width)
 
 
 def _unet(config: UNetConfig, shape: Shape, inputs: int, outputs: int) -> Cost:
@@ -383,37 +394,50 @@ class Memory:
     gradients: int
     update: int  # the optimizer's update, in addition to the gradients
     per_image: int  # activations in a forward and backward pass
+    gathered: int = 0  # with FSDP, the parts of the network that are gathered at a time, and their gradients
 
     def bytes(self, images: int, ranks: int = 1) -> int:
         """The peak, with this number of images at a time on each rank."""
-        backward = images * self.per_image + (self.gradients if ranks > 1 else 0)
+        backward = images * self.per_image + self.gathered + (self.gradients if ranks > 1 else 0)
         return CONTEXT + round(SLACK * (self.state + max(backward, self.gradients + self.update)))
 
     def largest(self, available: int, ranks: int = 1) -> int:
         """The number of images at a time that fit into `available` bytes; 0 if none fits."""
         if self.bytes(1, ranks) > available:
             return 0
-        shared = self.gradients if ranks > 1 else 0
+        shared = self.gathered + (self.gradients if ranks > 1 else 0)
         return int(((available - CONTEXT) / SLACK - self.state - shared) // max(1, self.per_image))
 
 
 def training_memory(
     config: BackboneConfig, shape: Shape, bins_count: int | None = None, num_classes: int = 0,
     form: Form = "compiled", half: bool = True, averages: int = 1, optimizer: OptimizerKind = "adamw",
+    shards: int | None = None, accumulates: bool = False,
 ) -> Memory:  # fmt: skip
     """The memory of a training step of `build(config, shape, bins_count, num_classes)`.
 
     The network is computed in one of the forms of acceleration.py, `half` in 16 bits, with a number of moving averages.
+    With FSDP it has `shards`, and a rank that `accumulates` several pieces keeps whole gradients between them.
     """
     parameters = cost(config, shape, bins_count, num_classes).parameters
     moments, update = (8, 0) if optimizer == "adamw" else (6, MUON_UPDATE[type(config)] * (2 if half else 3) // 2)
     size = 2 if half else 4
     features = input_channels(shape[0], bins_count) * math.prod(shape[1:])
+    per_image = round(size * _stored(config, shape, form, half)) + size * features
+    if shards is None or isinstance(config, AutoencoderConfig):  # autoencoders are not sharded
+        state = parameters * (4 + 4 * averages + (2 if half else 0) + moments)
+        return Memory(state, gradients=4 * parameters, update=update * parameters, per_image=per_image)
+    parts = units(config, shape, bins_count, num_classes)
+    size = 4 if isinstance(config, UNetConfig) else size  # the U-Net's norms stay in float32, and blocks with them
+    # A part with its gradient, and that in float32 for the sum; the next block comes in a buffer from which it is
+    # copied. The backward pass of large layers comes last: there are no activations left.
+    block, layer = max(parts.blocks), max(parts.layers, default=0)
     return Memory(
-        state=parameters * (4 + 4 * averages + (2 if half else 0) + moments),
-        gradients=4 * parameters,
-        update=update * parameters,
-        per_image=round(size * _stored(config, shape, form, half)) + size * features,
+        state=parameters * (4 + 4 * averages + moments) // shards,
+        gradients=4 * parameters // (1 if accumulates else shards),
+        update=max(update * block, (2 * size + 4) * layer),
+        per_image=per_image,
+        gathered=(4 * size + 4) * block + 8 * parts.rest,
     )
 
 
@@ -437,3 +461,122 @@ def _stored(config: BackboneConfig, shape: Shape, form: Form, half: bool) -> flo
             return stream * ((16.1 if plain else 6.1) * 2 * blocks + 20.0)
         case MLPConfig(width=width, depth=depth):
             return width * (depth * (16.1 if plain else 9.1) + 3.3 + 16.1)
+
+
+# ---- Many ranks. FSDP gathers the parameters of a unit for its forward pass and again for its backward pass, and sums
+# its gradients. Of n bytes that are gathered or scattered among N ranks, each rank sends n (N - 1) / N; a sum that all
+# ranks get takes both. So a step of P parameters in `size` bytes sends
+#
+#     ddp     2 (N - 1) / N x 4 P
+#     fsdp    (N - 1) / N x (2 size P x pieces + 4 P)
+#     hsdp    the same among the S ranks of a host, and 2 (H - 1) / H x 4 P / S between its H hosts.
+#
+# DDP communicates during the backward pass, two thirds of the computation; FSDP during all of it.
+
+Parallel = Literal["ddp", "fsdp", "hsdp"]
+
+LARGE_LAYER = 1 << 20  # parameters of a layer outside the blocks that FSDP gathers on its own
+UPDATE_BYTES = 44  # per parameter: moved by AdamW, clipping and one average
+UPDATE_GB_PER_S = 4000  # of an H200's memory
+
+
+@dataclass(frozen=True)
+class Units:
+    """The parameters of the parts that FSDP gathers one at a time."""
+
+    blocks: list[int]
+    layers: list[int]
+    rest: int
+
+
+def units(
+    config: DiTConfig | UNetConfig | MLPConfig, shape: Shape, bins_count: int | None = None, num_classes: int = 0
+) -> Units:
+    """The parts of `build` with the same arguments that FSDP gathers one at a time."""
+    if isinstance(config, UNetConfig):
+        kernel, levels, deepest = 3 ** (len(shape) - 1), config.levels, config.widths[-1]
+        blocks = [_residual(deepest, deepest, kernel, 1)] * 2 + [_norm(deepest) + _attention(deepest, 1)]
+        for i, w in enumerate(config.widths):
+            attends = _norm(w) + _attention(w, 1) if i else Cost(0)
+            blocks += [_residual(w, w, kernel, 1) + attends] * levels
+            blocks += [_residual(2 * w, w, kernel, 1) + attends] * (levels + 1)
+        for finer, w in itertools.pairwise(config.widths):
+            blocks += [_product(finer, w, 1, kernel), _product(w, finer, 1, kernel)]
+        rows = (2 * levels + 1) * sum(config.widths) + 2 * deepest
+        layers = [_product(4 * config.width, rows, bias=False)]
+    else:
+        block, modulation = _block_and_modulation(config, 1)
+        pixels = math.prod(shape[1:]) // math.prod(config.grid(shape))
+        inputs = input_channels(shape[0], bins_count) * pixels * _window(config, shape)
+        layers = [modulation, _product(inputs, config.width)]
+        blocks = [block] * config.depth
+    inside = [block.parameters for block in blocks]
+    large = [layer.parameters for layer in layers if layer.parameters > LARGE_LAYER]
+    total = cost(config, shape, bins_count, num_classes).parameters
+    return Units(inside, large, total - sum(inside) - sum(large))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks of a run, and how fast they compute and communicate.
+
+    Args:
+        ranks: Number of GPUs.
+        local: GPUs in a host.
+        tflops: What a GPU reaches in the network's products, in TFLOP/s.
+        host_gb_per_s: Bus bandwidth between the GPUs of a host, as all_reduce_perf of nccl-tests prints it.
+        network_gb_per_s: The same between hosts.
+    """
+
+    ranks: int
+    local: int = 8
+    tflops: float = 400.0
+    host_gb_per_s: float = 380.0
+    network_gb_per_s: float = 340.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step on a cluster, calculated."""
+
+    memory_bytes: int
+    gather_bytes: int  # weights that an evaluation gathers on each rank, in addition to the state of training
+    sent_bytes: int
+    communication_s: float
+    computation_s: float
+    update_s: float
+    step_s: float
+    images_per_s: float
+
+
+def predict(
+    config: BackboneConfig, shape: Shape, cluster: Cluster, batch: int, parallel: Parallel, accumulation: int = 1,
+    bins_count: int | None = None, num_classes: int = 0, averages: int = 1, optimizer: OptimizerKind = "adamw",
+) -> Prediction:  # fmt: skip
+    """The memory, communication and time of a training step in bfloat16."""
+    costs, ranks = cost(config, shape, bins_count, num_classes), cluster.ranks
+    size, images = 4 if isinstance(config, UNetConfig) else 2, batch // ranks
+    shards = {"ddp": None, "fsdp": ranks, "hsdp": min(ranks, cluster.local)}[parallel]
+    memory = training_memory(
+        config, shape, bins_count, num_classes, "compiled", True, averages, optimizer, shards, accumulation > 1
+    )
+    gradients, hosts = 4 * costs.parameters, -(-ranks // cluster.local)
+    gathers = 0 if shards is None else 2 * size * costs.parameters * accumulation
+    if parallel == "hsdp":
+        assert shards is not None
+        within = (shards - 1) / shards * (gathers + gradients)
+        between = 2 * (hosts - 1) / hosts * gradients / shards
+    else:
+        sent = (ranks - 1) / ranks * (gathers + (gradients if shards else 2 * gradients))
+        within, between = (sent, 0.0) if hosts == 1 else (0.0, sent)
+    communication = within / (1e9 * cluster.host_gb_per_s) + between / (1e9 * cluster.network_gb_per_s)
+    passes = 4 if getattr(config, "checkpoint", False) else 3
+    forward = costs.flops * images / (1e12 * cluster.tflops)
+    update = UPDATE_BYTES * costs.parameters / (shards or 1) / (1e9 * UPDATE_GB_PER_S)
+    computation = passes * forward
+    hidden = computation if shards else computation - forward
+    step = computation + max(0.0, communication - hidden) + update
+    return Prediction(
+        memory.bytes(-(-images // accumulation), ranks), 0 if shards is None else 4 * costs.parameters,
+        round(within + between), communication, computation, update, step, batch / step,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -30,12 +30,20 @@ class Bench:
     """Precision inside the network; fp8, 8-bit products for the DiT, is experimental."""
     method: Literal["bsi", "bfn", "vdm"] = "bsi"  # The method; all three cost the same.
     lean: bool = False  # Recompute activations in the backward pass: a DiT or U-Net in bfloat16 on an NVIDIA GPU.
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # With fsdp, a training step as one rank of FSDP computes it.
+    checkpoint: bool = False  # Store only the inputs of blocks, and recompute the blocks: a DiT or a U-Net.
     repeats: Count = 5  # Number of measurements.
     device: Device = None
     json: Json = False
 
     def execute(self) -> int:
         backbone, shape = config.resolve(self.backbone), (3, self.size, self.size)
+        if self.checkpoint:
+            if not isinstance(backbone, config.DiTConfig | config.UNetConfig):
+                raise UsageError(f"--checkpoint is for a DiT or a U-Net, got {self.backbone}. Leave it out.")
+            backbone = replace(backbone, checkpoint=True)
+        if self.parallel != "ddp" and (self.work != "train" or self.lean or self.precision == "fp8"):
+            raise UsageError("--parallel fsdp is for training, without --lean and fp8. Leave it out.")
         config.cost(backbone, shape, 256)  # raises for an impossible network, before memory is allocated
         import torch
 
@@ -67,10 +75,12 @@ class Bench:
                     f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "
                     + (f"Use --batch {fits}." if fits else "Not even one fits: use a smaller --backbone.")
                 )
-        names = ("work", "backbone", "batch", "precision", "lean", "method")
+        names = ("work", "backbone", "batch", "precision", "lean", "parallel", "checkpoint", "method")
         settings = {name: getattr(self, name) for name in names} | {"shape": shape, "dtype": devices.type_name(half)}
         settings["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        case = speed.Case(self.work, backbone, shape, self.batch, self.method, self.precision, self.lean, device)
+        case = speed.Case(
+            self.work, backbone, shape, self.batch, self.method, self.precision, self.lean, device, self.parallel
+        )
         with devices.enough_for_batch(self.batch, "--batch", device):
             measured = asdict(speed.measure(case, self.repeats, start))
         # JSON has no NaN.

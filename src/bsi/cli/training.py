@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from bsi.backbones.config import AutoencoderConfig, MLPConfig, cost, resolve
+from bsi.backbones.config import AutoencoderConfig, Cluster, MLPConfig, cost, predict, resolve
 from bsi.cli.options import Count, Device, Json, RunPath, answer, fill
 from bsi.cli.options import parse as parse_options
 from bsi.data import store
@@ -50,6 +50,7 @@ CHOICES = (
 
 LONG_H = 12.0  # hours of training on a CPU above which a warning is printed
 FOR_A_CPU = "`bsi train folder-mini` is made for images on a CPU. "
+IMAGE_BINS = 256
 CORE_TFLOPS = 0.03  # per second of one CPU core, roughly
 
 
@@ -65,6 +66,12 @@ class Options:
     hang_after_s: float = 600.0  # End the run, naming the rank, if a rank makes no progress for this many seconds.
     track: tuple[str, ...] = ()  # Send the journal to these as well: tensorboard, wandb, trackio, mlflow.
     dry_run: bool = False  # Print what would be trained, and stop.
+    ranks: Count | None = None  # With --dry-run, calculate memory, communication and time for this number of GPUs.
+    shape: tuple[int, ...] = ()  # With --dry-run, the shape of 8-bit images, for data that is not prepared.
+    local_ranks: Count = Cluster.local  # With --ranks, GPUs in a host.
+    tflops: float = Cluster.tflops  # With --ranks, TFLOP/s that a GPU reaches.
+    host_gb_per_s: float = Cluster.host_gb_per_s  # With --ranks, bus bandwidth between the GPUs of a host.
+    network_gb_per_s: float = Cluster.network_gb_per_s  # With --ranks, bus bandwidth between hosts.
     json: Json = False
 
 
@@ -111,7 +118,7 @@ def run(words: Sequence[str]) -> int:
     recipe, options = args.recipe, args.options
     out = options.out or Path("runs") / recipe.name
     if options.dry_run:
-        return _dry_run(recipe, named, out, options.json)
+        return _dry_run(recipe, named, out, options)
     dataset = _opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
     from bsi.runtime.distributed import find_place, pick_device
     from bsi.training.train import train
@@ -196,10 +203,9 @@ def _opened(recipe: Recipe, out: Path) -> store.Dataset:
 
 def _size(recipe: Recipe, dataset: store.Dataset) -> dict[str, Any]:
     """The amount of data, parameters and arithmetic of a training run, known before it starts."""
-    bins, count = None if dataset.bins is None else dataset.bins.count, len(dataset.split("train"))
+    count = len(dataset.split("train"))
     assert recipe.backbone is not None  # a recipe on the command line names one
-    classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
-    found = cost(recipe.backbone, dataset.kind.latent_shape(dataset.shape), bins, classes)
+    found = cost(recipe.backbone, *_network_arguments(recipe, dataset))
     return {
         "dataset": dataset.name,
         "samples": count,
@@ -208,6 +214,13 @@ def _size(recipe: Recipe, dataset: store.Dataset) -> dict[str, Any]:
         "parameters": found.parameters,
         "tflops_per_step": 1e-12 * 3 * found.flops * recipe.batch,
     }
+
+
+def _network_arguments(recipe: Recipe, dataset: store.Dataset) -> tuple[tuple[int, ...], int | None, int]:
+    """The shape, the number of bins and the number of classes that the network is built for."""
+    bins = None if dataset.bins is None else dataset.bins.count
+    classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
+    return dataset.kind.latent_shape(dataset.shape), bins, classes
 
 
 def _announce(recipe: Recipe, dataset: store.Dataset, out: Path, device: str) -> None:
@@ -241,17 +254,61 @@ def _list(as_json: bool) -> int:
     return answer(as_json, {name: asdict(record) for name, record in found.items()}, text)
 
 
-def _dry_run(recipe: Recipe, named: Recipe, out: Path, as_json: bool) -> int:
-    """Print the recipe, how it differs from the unedited one, and the size of the network and of the run."""
-    recipe.check(world=1)
+def _dry_run(recipe: Recipe, named: Recipe, out: Path, options: Options) -> int:
+    """Print the recipe, how it differs from the unedited one, the size of the network and of the run, and a prediction
+    for the given ranks.
+    """
+    recipe.check(options.ranks or 1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}
-    try:
-        size |= _size(recipe, _opened(recipe, out))
-    except DataError as error:
-        log(f"bsi train: {error}")
+    if options.shape:
+        shape, bins, classes = options.shape, IMAGE_BINS, 0
+        assert recipe.backbone is not None
+        found = cost(recipe.backbone, shape, bins)
+        size |= {"shape": shape, "parameters": found.parameters}
+        size |= {"tflops_per_step": 1e-12 * 3 * found.flops * recipe.batch}
+    else:
+        shape, bins, classes = (), None, 0
+        try:
+            dataset = _opened(recipe, out)
+            size |= _size(recipe, dataset)
+            shape, bins, classes = _network_arguments(recipe, dataset)
+        except DataError as error:
+            log(f"bsi train: {error} --shape 3 32 32 calculates without data.")
+    if options.ranks is not None and shape:
+        size |= _prediction(recipe, shape, bins, classes, options)
     changed = [str(change) for change in changes(named, recipe)]
     lines = [json.dumps(to_plain(recipe), indent=2), f"changed from {named.name}: {'; '.join(changed) or 'nothing'}"]
     lines += [
         f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in size.items()
     ]
-    return answer(as_json, {"recipe": to_plain(recipe), "changed": changed, **size}, "\n".join(lines))
+    return answer(options.json, {"recipe": to_plain(recipe), "changed": changed, **size}, "\n".join(lines))
+
+
+def _prediction(
+    recipe: Recipe, shape: tuple[int, ...], bins: int | None, classes: int, options: Options
+) -> dict[str, Any]:
+    """A step on the cluster that the options describe."""
+    assert recipe.backbone is not None
+    assert options.ranks is not None
+    cluster = Cluster(
+        options.ranks, options.local_ranks, options.tflops, options.host_gb_per_s, options.network_gb_per_s
+    )
+    if recipe.parallel == "hsdp" and options.ranks % options.local_ranks:
+        got = f"got {options.ranks} with {options.local_ranks} in a host"
+        raise UsageError(f"--parallel hsdp needs hosts with an equal number of ranks, {got}. Use --parallel fsdp.")
+    found = predict(
+        recipe.backbone, shape, cluster, recipe.batch, recipe.parallel, recipe.accumulation, bins, classes,
+        1 + len(recipe.ema.powers), recipe.optimizer.kind,
+    )  # fmt: skip
+    return {
+        "ranks": options.ranks,
+        "parallel": recipe.parallel,
+        "gib_per_rank": found.memory_bytes / 2**30,
+        "gib_gathered_in_evaluations": found.gather_bytes / 2**30,
+        "gb_sent_per_step": found.sent_bytes / 1e9,
+        "communication_ms": 1e3 * found.communication_s,
+        "computation_ms": 1e3 * found.computation_s,
+        "update_ms": 1e3 * found.update_s,
+        "step_ms": 1e3 * found.step_s,
+        "predicted_images_per_s": found.images_per_s,
+    }

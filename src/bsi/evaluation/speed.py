@@ -21,6 +21,7 @@ from torch import nn
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
 from bsi.backbones.acceleration import accelerate, freeze
+from bsi.backbones.config import Parallel
 from bsi.elbo import measurement_loss
 from bsi.grids import paper_grid
 from bsi.levels import low_discrepancy
@@ -28,7 +29,7 @@ from bsi.methods import METHODS
 from bsi.model import Model
 from bsi.recipe import Data, Optimizer, Recipe
 from bsi.rng import SeededNoise
-from bsi.runtime.distributed import Place, Watchdog, World
+from bsi.runtime.distributed import Place, Watchdog, World, join
 from bsi.runtime.export import build_model
 from bsi.sampling import evaluations, sample
 from bsi.training.dataset import open_training_data
@@ -57,6 +58,7 @@ class Case:
     precision: Precision
     lean: bool
     device: torch.device
+    parallel: Parallel = "ddp"  # with fsdp, a single rank that gathers from itself
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,19 @@ def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, 
     """The trainer, its batches of random images that lie on the device, and its step."""
     recipe = Recipe(
         "bench", METHODS[case.method](), case.backbone, Data("bench"), steps=10**9, batch=case.batch,
-        optimizer=Optimizer(lr=1e-4), virtual_shards=1, precision=case.precision,
+        optimizer=Optimizer(lr=1e-4), virtual_shards=1, precision=case.precision, parallel=case.parallel,
     )  # fmt: skip
-    world = World(Place(), case.device)
+    sharded = case.parallel != "ddp"
+    world = stack.enter_context(join(case.device.type, 600.0, alone=True)) if sharded else World(Place(), case.device)
     images = torch.randint(BINS.count, (4 * case.batch, *case.shape), dtype=torch.uint8)
     data = open_training_data(recipe, case.device, images)
-    with case.device:
-        model = build_model(recipe, data.spec, None)
-    _accelerate(model.to(case.device).train().denoiser.backbone, case)
+    with torch.device("cpu") if sharded else case.device:
+        model = build_model(recipe, data.spec, None).train()
+    network = (model if sharded else model.to(case.device)).denoiser.backbone
+    assert isinstance(network, Backbone)
+    network.compute_dtype = compute_dtype(case.precision, case.device)
+    if not sharded:
+        _accelerate(network, case)
     engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device))
     stream = stack.enter_context(contextlib.closing(Stream(recipe, data.train, data.spec.latent_shape, world, 0)))
     watchdog = stack.enter_context(Watchdog(world.place, limit_s=600.0))

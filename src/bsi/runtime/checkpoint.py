@@ -10,35 +10,46 @@
 A save writes a hidden folder, syncs it, renames it, and updates `latest` last: after a crash at any time the previous
 checkpoint is valid, and the next save removes incomplete folders. Reading verifies every hash first. The hashes detect
 damage, not tampering: whoever can change a file can change its hash. No file is ever unpickled.
+
+If ranks have parts of the tensors (FSDP), each writes and hashes its own files, `model-00001-of-00008.safetensors`,
+with some rows of each tensor. The first rank makes the folder, waits for the hashes of all, and does the rest. Any
+number of ranks can read them: every tensor is the concatenation of its rows in the order of the files.
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from bsi import io
+from bsi.devices import host_memory
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 from bsi.io import canonical_json, digest_file, fingerprint, sync_file
 from bsi.progress import readable_bytes
 from bsi.recipe import Keep
+from bsi.runtime.distributed import Mail
 
-FORMAT = 1
+FORMAT, SHARDED_FORMAT = 1, 2
 STATE, MANIFEST, LATEST = "state.json", "manifest.json", "latest"
 FORMER = {"optimizer": "optimiser"}  # file names of version 0.1.0
+LAST_WAIT_S = 5.0  # for other ranks' parts, after an error
 SPARE_BYTES = 16 << 20  # disk space that a checkpoint leaves free, for the journal and the samples
 
 
@@ -63,22 +74,42 @@ class Checkpoint:
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
-def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] = lambda: None) -> Path:
+def save(
+    root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] = lambda: None, peers: Peers | None = None
+) -> Path:
     """Write a checkpoint into `root` and make it the latest. `check` raises if the run folder's lock is lost.
 
-    A full disk is detected before anything is written if possible; the previous checkpoint remains.
+    A full disk is detected before anything is written if possible; the previous checkpoint remains. If ranks have
+    parts, all that write some must call it with their `peers`, and all raise if one fails.
     """
+    if peers is None:
+        return _save(root, snapshot, keep, check, None)
+    if peers.first:
+        with peers.concluding():
+            return _save(root, snapshot, keep, check, peers)
+    peers.contribute(lambda folder, part: write_files(root / folder, snapshot, part))
+    return root / f"step-{snapshot.step:08d}"
+
+
+def _save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None], peers: Peers | None) -> Path:
     check()
     root.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(root)
     final = root / f"step-{snapshot.step:08d}"
     temporary = root / f".{final.name}.{os.getpid()}"
     needed = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
+    needed *= 1 if peers is None else peers.size
     free = shutil.disk_usage(root).free
     try:
         if free < needed + SPARE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_files(temporary, snapshot)
+        temporary.mkdir()
+        if peers is None:
+            files = write_files(temporary, snapshot)
+        else:
+            peers.invite(temporary.name)
+            files = write_files(temporary, snapshot, peers.part) | peers.collect()
+        write_manifest(temporary, snapshot, files, FORMAT if peers is None else SHARDED_FORMAT)
         check()
         publish(temporary, final)
         move_latest(root, final.name)
@@ -96,20 +127,85 @@ def save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None] =
     return final
 
 
-def write_files(folder: Path, snapshot: Snapshot) -> None:
-    """Write and sync all files, the manifest last."""
-    folder.mkdir()
+Files = dict[str, dict[str, Any]]  # size and SHA-256 by name
+
+
+def write_files(folder: Path, snapshot: Snapshot, part: str = "") -> Files:
+    """Write and sync the tensors, or this rank's `part` of them."""
+    files: Files = {}
     for name, tensors in snapshot.tensors.items():
-        safetensors.torch.save_file(dict(tensors), folder / f"{name}.safetensors")
-        io.share(folder / f"{name}.safetensors")
-    (folder / STATE).write_text(canonical_json({"format": FORMAT, "step": snapshot.step, **snapshot.state}), "utf-8")
-    files = {}
-    for path in sorted(folder.iterdir()):
-        sync_file(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest_file(path)}
-    manifest = {"format": FORMAT, "files": files}
+        path = folder / f"{name}{part}.safetensors"
+        safetensors.torch.save_file(dict(tensors), path)
+        io.share(path)
+        files |= _synced(path)
+    return files
+
+
+def write_manifest(folder: Path, snapshot: Snapshot, files: Files, version: int) -> None:
+    """Write and sync the state, then the manifest."""
+    state = {"format": version, "step": snapshot.step, **snapshot.state}
+    (folder / STATE).write_text(canonical_json(state), "utf-8")
+    manifest = {"format": version, "files": files | _synced(folder / STATE)}
     io.write_json(folder / MANIFEST, {**manifest, "sha256": fingerprint(manifest)})
     io.sync_folder(folder)
+
+
+def _synced(path: Path) -> Files:
+    sync_file(path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": digest_file(path)}}
+
+
+class Peers:
+    """The ranks that write parts of a checkpoint together. They exchange messages from the threads that write, since
+    collectives belong to the main thread: the first rank's folder, everyone's hashes, and how the save has ended.
+    """
+
+    def __init__(self, mail: Mail, rank: int, size: int) -> None:
+        self.mail, self.rank, self.size, self.saves = mail, rank, size, 0
+        self.first, self.part = rank == 0, f"-{rank:05d}-of-{size:05d}"
+
+    def invite(self, folder: str) -> None:
+        """Let the others write into this folder."""
+        self.mail.send(f"{self.saves}/folder", folder)
+
+    def collect(self) -> Files:
+        """The files of the others, once they are durable."""
+        files: Files = {}
+        for rank in range(1, self.size):
+            report = json.loads(self.mail.receive(f"{self.saves}/files/{rank}"))
+            if "error" in report:
+                raise OSError(report["errno"], f"rank {rank}: {report['error']}")
+            files |= report["files"]
+        return files
+
+    @contextmanager
+    def concluding(self) -> Iterator[None]:
+        """Tell the others how a save of the first rank has ended."""
+        end = "another rank has failed"
+        try:
+            yield
+            end = ""
+        except Exception as error:
+            end = str(error) or type(error).__name__
+            raise
+        finally:
+            with suppress(RuntimeError):  # the store is gone
+                self.mail.send(f"{self.saves}/folder", "")  # for those that wait for one
+                self.mail.send(f"{self.saves}/end", end)
+            self.saves += 1
+
+    def contribute(self, write: Callable[[str, str], Files]) -> None:
+        """Write this rank's part when the first rank is ready, and raise if the save fails."""
+        number, self.saves = self.saves, self.saves + 1
+        if folder := self.mail.receive(f"{number}/folder"):
+            try:
+                report: dict[str, Any] = {"files": write(folder, self.part)}
+            except (OSError, safetensors.SafetensorError) as error:
+                full = errno.ENOSPC if io.is_full(error) else errno.EIO
+                report = {"error": str(error), "errno": full}
+            self.mail.send(f"{number}/files/{self.rank}", json.dumps(report))
+        if end := self.mail.receive(f"{number}/end"):
+            raise BsiError(f"this rank stops because the first could not save: {end}")
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -149,8 +245,8 @@ class Saver:
     runs at a time; its error is raised by the next call, or at the end.
     """
 
-    def __init__(self, root: Path, keep: Keep, check: Callable[[], None]) -> None:
-        self.root, self.keep, self.check = root, keep, check
+    def __init__(self, root: Path, keep: Keep, check: Callable[[], None], peers: Peers | None = None) -> None:
+        self.root, self.keep, self.check, self.peers = root, keep, check, peers
         self._saved_at = time.monotonic()
         self.has_saved = (root / LATEST).is_file()  # a resumed run has a checkpoint already
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bsi-save")
@@ -168,7 +264,7 @@ class Saver:
             self.wait()
 
     def _write(self, snapshot: Snapshot) -> None:
-        save(self.root, snapshot, self.keep, self.check)
+        save(self.root, snapshot, self.keep, self.check, self.peers)
         self._saved_at, self.has_saved = time.monotonic(), True
 
     def wait(self) -> None:
@@ -182,6 +278,8 @@ class Saver:
 
     def close(self) -> None:
         """Wait for the running save without raising its error: `close` may be called while another error is raised."""
+        if self.peers is not None:  # of which some may have failed
+            self.peers.mail.limit(LAST_WAIT_S)
         with suppress(Exception):
             self.wait()
         self._pool.shutdown()
@@ -258,9 +356,10 @@ def verify(folder: Path) -> Checkpoint:
         raise CorruptCheckpoint(str(error)) from error
     if not isinstance(state, dict) or not isinstance(state.get("step"), int) or "format" not in state:
         raise CorruptCheckpoint(f"{folder / STATE} is not the state of a checkpoint.")
-    if state["format"] != FORMAT:
+    if state["format"] not in (FORMAT, SHARDED_FORMAT):
+        formats = f"formats {FORMAT} and {SHARDED_FORMAT}"
         raise UsageError(
-            f"{folder} has checkpoint format {state['format']!r}, and this version of bsi reads format {FORMAT}. "
+            f"{folder} has checkpoint format {state['format']!r}, and this version of bsi reads {formats}. "
             f"Resume with the version that wrote it, or start a new run with --init-from an export of it."
         )
     return Checkpoint(folder, state["step"], state)
@@ -283,14 +382,62 @@ def _hashes(path: Path) -> dict[str, str]:
     return hashes
 
 
-def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint."""
+@dataclass(frozen=True)
+class OnDisk:
+    """A tensor of a checkpoint, read when it is indexed; its rows may lie in several files."""
+
+    name: str
+    shape: tuple[int, ...]
+    files: Sequence[tuple[Any, int]]  # and the number of rows in each
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        if len(self.files) == 1 and rows is ...:
+            whole: Tensor = self.files[0][0].get_tensor(self.name)
+            return whole
+        start, stop, _ = (slice(None) if rows is ... else rows).indices(self.shape[0])
+        found, offset = torch.empty(max(0, stop - start), *self.shape[1:]), 0
+        for file, count in self.files:
+            low, high = max(start, offset), min(stop, offset + count)
+            if low < high:
+                found[low - start : high - start] = file.get_slice(self.name)[low - offset : high - offset]
+            offset += count
+        return found
+
+
+Stored = Tensor | OnDisk  # both are indexed by rows
+
+
+def open_tensors(checkpoint: Checkpoint, name: str) -> dict[str, OnDisk]:
+    """The tensors of a checkpoint by name, to be read in whole or by rows."""
     path = checkpoint.folder / f"{name}.safetensors"
     if not path.is_file() and name in FORMER:
         path = checkpoint.folder / f"{FORMER[name]}.safetensors"
-    if os.path.lexists(path) and not path.is_file():  # a pipe would block; without a file, it was deleted meanwhile
-        raise CorruptCheckpoint(f"{path} is damaged: it is not a regular file.")
-    try:
-        return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise CorruptCheckpoint(f"{path} is damaged: {error}.") from error
+    parts = sorted(checkpoint.folder.glob(f"{name}-*-of-*.safetensors"))
+    found: dict[str, OnDisk] = {}
+    for part in [path] if os.path.lexists(path) or not parts else parts:
+        if os.path.lexists(part) and not part.is_file():  # a pipe would block; without a file, it was deleted meanwhile
+            raise CorruptCheckpoint(f"{part} is damaged: it is not a regular file.")
+        try:
+            file = safetensors.safe_open(part, framework="pt")
+        except safetensors.SafetensorError as error:
+            raise CorruptCheckpoint(f"{part} is damaged: {error}.") from error
+        for key in file.keys():  # noqa: SIM118
+            shape, before = tuple(file.get_slice(key).get_shape()), found.get(key)
+            if before is not None and (not shape or before.shape[1:] != shape[1:]):
+                raise CorruptCheckpoint(f"{part} is damaged: its rows of {key} do not fit those of other files.")
+            files = [*(before.files if before else ()), (file, shape[0] if shape else 1)]
+            found[key] = OnDisk(key, (sum(rows for _, rows in files), *shape[1:]) if shape else (), files)
+    return found
+
+
+def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, gathered if ranks have written parts of them; they are read one at a time."""
+    tensors = open_tensors(checkpoint, name)
+    needed, there = sum(4 * math.prod(tensor.shape) for tensor in tensors.values()), host_memory()
+    if needed > there:
+        raise UsageError(
+            f"the tensors of {checkpoint.folder} take {readable_bytes(needed)}, and this process can have "
+            f"{readable_bytes(there)}. Use a machine with more memory; training resumes with several ranks, which read "
+            f"their parts alone."
+        )
+    return {key: tensor[...] for key, tensor in tensors.items()}

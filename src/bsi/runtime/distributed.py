@@ -26,7 +26,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 
@@ -160,17 +160,20 @@ class World:
 
 
 @contextmanager
-def join(device: str | None, timeout_s: float) -> Iterator[World]:
-    """Join the process group while the block runs. `device` is cuda, cpu, or None for a GPU if there is one."""
+def join(device: str | None, timeout_s: float, alone: bool = False) -> Iterator[World]:
+    """Join the process group while the block runs. `device` is cuda, cpu, or None for a GPU if there is one.
+
+    A single rank has a process group only with `alone`.
+    """
     place = find_place(os.environ)
     world = World(place, pick_device(device, place.local_rank))
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(world.device)
-    if place.size == 1:
+    if place.size == 1 and not alone:
         yield world
         return
-    store, token = meet(place, timeout_s)
+    store, token = meet(place, timeout_s) if place.size > 1 else (HashStore(), "")
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=place.rank, world_size=place.size,
         timeout=timedelta(seconds=timeout_s), device_id=world.device if cuda else None,
@@ -257,6 +260,29 @@ def meet(place: Place, timeout_s: float) -> tuple[Store, str]:
         token = reply.partition(" ")[2]
         store.set(f"bsi/ack/{place.rank}", token)
     return PrefixStore(f"bsi/{token}", store), token
+
+
+class Mail:
+    """Messages between the ranks of an attempt, for threads other than the main one, which alone uses collectives."""
+
+    def __init__(self, world: World, name: str, timeout_s: float) -> None:
+        self._store = connect(world.place, f"{world.token}/{name}", timeout_s)
+        self._deadline = math.inf
+
+    def send(self, key: str, text: str) -> None:
+        self._store.set(key, f" {text}")  # a space, since an empty value is not distinguished from none
+
+    def receive(self, key: str) -> str:
+        """Wait for a message. A message can be received any number of times."""
+        while not self._store.check([key]):
+            if time.monotonic() > self._deadline:
+                raise BsiError(f"no message {key!r} from another rank")
+            time.sleep(POLL_S)
+        return self._store.get(key).decode()[1:]
+
+    def limit(self, seconds: float) -> None:
+        """Wait no longer than this from now on."""
+        self._deadline = time.monotonic() + seconds
 
 
 # ---- The watchdog ----------------------------------------------------------------------------------------------------

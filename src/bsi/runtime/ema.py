@@ -25,15 +25,17 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 from jaxtyping import Bool, Float, Float64
-from torch import Tensor, nn
+from torch import Tensor
 
 from bsi.backbones.acceleration import compile_like
 from bsi.errors import UsageError
@@ -61,6 +63,20 @@ def lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: Float[Tenso
         torch._foreach_add_(moved, differences)
 
 
+@runtime_checkable
+class Average(Protocol):
+    """The moving average of a model's weights."""
+
+    def update(self, weight: Float[Tensor, ""]) -> None:
+        """Update the average with the current weights."""
+
+    def evaluating(self) -> AbstractContextManager[Model]:
+        """The model with the average, in evaluation mode; all ranks must enter and leave together."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of the network with the average, by name."""
+
+
 class EmaModel:
     """A copy of a model with the moving average of its parameters. Evaluation and sampling use `model`."""
 
@@ -76,6 +92,12 @@ class EmaModel:
         lerp_(self._averages, self._weights, weight)
         for mine, theirs in self._buffers:
             mine.copy_(theirs)
+
+    def evaluating(self) -> AbstractContextManager[Model]:
+        return nullcontext(self.model)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.model.denoiser.backbone.state_dict()
 
 
 @functools.cache
@@ -118,10 +140,10 @@ def coefficients(stored: Sequence[Profile], wanted: Profile) -> Float64[np.ndarr
 
 
 class PowerAverages:
-    """Averages of a network's parameters, one for each width."""
+    """Averages of parameters, or of a rank's parts of them, one for each width."""
 
-    def __init__(self, network: nn.Module, widths: Sequence[float]) -> None:
-        self._named = dict(network.named_parameters())
+    def __init__(self, named: Mapping[str, Tensor], widths: Sequence[float]) -> None:
+        self._named = dict(named)
         self._averages = {width: {n: p.detach().clone() for n, p in self._named.items()} for width in widths}
 
     @torch.no_grad()

@@ -52,6 +52,7 @@ from bsi.progress import log
 from bsi.recipe import Recipe, check_name, from_plain, to_plain
 from bsi.runtime import autoencoders, checkpoint
 from bsi.runtime.autoencoders import StoredAutoencoder
+from bsi.runtime.checkpoint import Stored
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder, check_inside
 from bsi.values import Bins, DataKind, Latents, check_classes
@@ -249,10 +250,10 @@ def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
     return ours.config if same else None
 
 
-def differences(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:
+def differences(there: Mapping[str, Stored], here: Mapping[str, Tensor]) -> list[str]:
     """A line for each tensor that is missing on one side or differs in shape, at most eight lines."""
 
-    def shape(tensor: Tensor | None) -> str:
+    def shape(tensor: Stored | None) -> str:
         return "missing" if tensor is None else str(tuple(tensor.shape))
 
     both = [(name, shape(there.get(name)), shape(here.get(name))) for name in {**here, **there}]

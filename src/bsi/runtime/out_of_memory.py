@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bsi.backbones.acceleration import form_of
-from bsi.backbones.config import CONTEXT, DiTConfig, Memory, UNetConfig, training_memory
-from bsi.devices import available, compute_dtype, is_out_of_memory
+from bsi.backbones.config import CONTEXT, DiTConfig, Memory, UNetConfig, cost, training_memory
+from bsi.devices import available, compute_dtype, host_memory, is_out_of_memory
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes
 from bsi.recipe import Recipe
@@ -27,8 +27,21 @@ LEAST, MOST = 0.85, 1.6  # measured ratios to the estimate, on a CPU
 
 
 def check_host(recipe: Recipe, data: DataSpec, world: World) -> None:
-    """On a CPU, raise if the first step would run out of memory. Every rank must call it, and all raise together."""
+    """Raise if the host's memory does not suffice. Every rank must call it, and all raise together.
+
+    A rank that shards a network builds it on its host first; on a CPU, the steps need memory of the host.
+    """
     memory = _estimate(recipe, data, world)
+    if recipe.sharded and recipe.backbone is not None:
+        config, bins_count = recipe.backbone, None if data.bins is None else data.bins.count
+        weights = 4 * cost(config, data.latent_shape, bins_count, data.classes).parameters
+        there = host_memory(world.place.local_size)
+        sizes = f"got {readable_bytes(weights)}, and this process can have {readable_bytes(there)}"
+        message = (
+            f"not enough memory: each rank builds all weights on its host before it keeps its part, {sizes}. Use hosts "
+            f"with more memory, fewer ranks on each, or a smaller --backbone."
+        )
+        world.agree(UsageError(message) if weights > there else None)
     if world.device.type != "cpu" or memory is None:
         return
     needed = round(LEAST * (memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT))
@@ -74,9 +87,22 @@ def _estimate(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
         return None
     half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
     form = form_of(config, half, world.device, recipe.lean) if recipe.compile and not recipe.audit else "plain"
+    form = "compiled" if recipe.sharded and form == "fused" else form  # as in sharding.py
     bins_count = None if data.bins is None else data.bins.count
     averages, kind = 1 + len(recipe.ema.powers), recipe.optimizer.kind
-    return training_memory(config, data.latent_shape, bins_count, data.classes, form, half is not None, averages, kind)
+    shards = (world.place.local_size if recipe.parallel == "hsdp" else world.size) if recipe.sharded else None
+    return training_memory(
+        config,
+        data.latent_shape,
+        bins_count,
+        data.classes,
+        form,
+        half is not None,
+        averages,
+        kind,
+        shards,
+        recipe.accumulation > 1,
+    )
 
 
 def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:

@@ -89,7 +89,7 @@ class Loop:
             raise
         except BaseException as error:
             where = self.watchdog.where
-            self._rescue(where[1])
+            self._rescue(where[1], isinstance(error, FailedTogether))
             self.watchdog.at(*where)  # the phase in which the error occurred, for out_of_memory.py
             if isinstance(error, FailedTogether):
                 self.world.barrier()  # the launcher ends all ranks once one exits: wait until the first has saved
@@ -117,9 +117,11 @@ class Loop:
             if "journal" in due:
                 self._journal((step - lap_step) * recipe.batch / max(steps_ended - lap_began, 1e-9))
                 lap_step, lap_began = step, steps_ended
-            if stored and self.world.first:
-                self.folder.check()
-                store_averages(self.folder.path, step, engine.powers.state())
+            if stored:
+                averages = engine.averages()
+                if self.world.first:
+                    self.folder.check()
+                    store_averages(self.folder.path, step, averages)
             if self.world.any(bool(self.stop)) and (step < recipe.steps or self.pending):
                 raise self._preempted()
             self._observe()
@@ -157,7 +159,13 @@ class Loop:
 
     def _observe(self) -> None:
         """Evaluate and draw samples if they are due."""
-        recipe, step, model = self.recipe, self.engine.steps_done, self.engine.ema.model
+        if {"evaluate", "sample"} & self.recipe.every.due(self.engine.steps_done, self.recipe.steps):
+            with self.engine.ema.evaluating() as model:
+                self._evaluate(model)
+        self.pending = False
+
+    def _evaluate(self, model: Model) -> None:
+        recipe, step = self.recipe, self.engine.steps_done
         due = recipe.every.due(step, recipe.steps)
         self.watchdog.at(step, "evaluate")
         if "evaluate" in due and self.data.test is not None:
@@ -179,7 +187,6 @@ class Loop:
             self.folder.check()
             path = draw_samples(model, recipe, self.folder.path / "samples" / f"step-{step:08d}")
             self._record("sample", {"file": f"samples/{path.name}"})
-        self.pending = False
 
     def _baselines(self, test: BatchSource, found: Elbo) -> str:
         """The baselines of the random subset of test samples that was evaluated."""
@@ -191,10 +198,10 @@ class Loop:
         return baselines_text(compared, found.binned, found.element)
 
     def _save(self) -> None:
-        """Pass the state to the saver, on the first rank."""
+        """Pass the state to the saver, on the ranks that write it."""
         step = self.engine.steps_done
         self.watchdog.at(step, "save")
-        if self.world.first:
+        if self.engine.layout.writes:
             self.saver.save(Snapshot(step, self.engine.tensors(), {**self.about, "evaluation_pending": self.pending}))
 
     def _finish_saves(self) -> None:
@@ -210,10 +217,15 @@ class Loop:
         log(message)
         return Stopped(message)
 
-    def _rescue(self, phase: str) -> None:
-        """Save the last complete step before an error is raised, without other ranks, which may have failed."""
+    def _rescue(self, phase: str, together: bool) -> None:
+        """Save the last complete step before an error is raised, without other ranks, which may have failed.
+
+        A sharded state can be saved only by all ranks, that is, after an error that all have raised.
+        """
         engine = self.engine
-        if not self.world.first or engine.updating or phase == "save":
+        alone = self.world.first and (self.world.size == 1 or not engine.layout.sharded)
+        possible = alone or (together and engine.layout.writes)
+        if not possible or engine.updating or phase == "save":
             return
         with suppress(Exception):  # the first error is the one to raise
             if (fault := engine.first_fault()) is not None:

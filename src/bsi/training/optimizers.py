@@ -14,8 +14,9 @@ one weight decay. Muon updates the matrices between hidden features; filters of 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,17 +32,29 @@ A, B, C = 3.4445, -4.7750, 2.0315
 STEPS = 5
 ADAMS_SIZE = 0.2
 
+# From a rank's rows of matrices and the number of all rows, the same rows of the polar factors.
+Orthogonalize = Callable[[Tensor, int], Tensor]
+
 
 class Optimizers:
-    """The optimizers of a network's parameters, with the recipe's settings."""
+    """The optimizers of a network's parameters, with the recipe's settings.
 
-    def __init__(self, network: nn.Module, settings: Optimizer) -> None:
+    `parts` are a rank's parts of the parameters, by name, of which `orthogonalize` gathers matrices (parallel.py).
+    """
+
+    def __init__(
+        self, network: nn.Module, settings: Optimizer, parts: Mapping[str, nn.Parameter] | None = None,
+        orthogonalize: Orthogonalize | None = None,
+    ) -> None:  # fmt: skip
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
-        inner = inner_matrices(network) if settings.kind == "muon" else []
-        contiguous = {id(p) for p in inner if by_rows(p, p).data_ptr() == p.data_ptr()}
-        self._muon = {n: p for n, p in named.items() if id(p) in contiguous}
-        self._adam = {n: p for n, p in named.items() if id(p) not in contiguous}
-        self.muon = Muon(list(self._muon.values()), settings.momentum, settings.weight_decay)
+        parts = named if parts is None else parts
+        inner = {id(p) for p in inner_matrices(network)} if settings.kind == "muon" else set[int]()
+        shapes = {n: p.shape for n, p in named.items() if id(p) in inner and _by_rows_in_memory(parts[n])}
+        self._muon = {n: parts[n] for n in shapes}
+        self._adam = {n: parts[n] for n in named if n not in shapes}
+        self.muon = Muon(
+            list(self._muon.values()), settings.momentum, settings.weight_decay, list(shapes.values()), orthogonalize
+        )
         betas, decay = (settings.beta_1, settings.beta_2), settings.weight_decay
         self.adam: Any = torch.optim.AdamW(  # capturable: the step count is on the device
             self._adam.values(), settings.lr, betas, weight_decay=decay, fused=True, capturable=True
@@ -70,26 +83,34 @@ class Optimizers:
 
 
 class Muon:
-    """Muon for the given matrices. Matrices of equal shape are updated together."""
+    """Muon for the given matrices. Matrices of equal shape are updated together.
 
-    def __init__(self, matrices: Sequence[nn.Parameter], beta: float, decay: float) -> None:
+    If `matrices` are some rows of matrices of the given `shapes`, `orthogonalize` returns the same rows of the polar
+    factors, and the matrices are updated one after the other, so that only one is gathered at a time.
+    """
+
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], beta: float, decay: float,
+        shapes: Sequence[torch.Size] | None = None, orthogonalize: Orthogonalize | None = None,
+    ) -> None:  # fmt: skip
         self.matrices, self.beta, self.decay = list(matrices), beta, decay
+        self.orthogonalize = orthogonalize or (lambda parts, rows: polar(parts))
         self.momenta = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in self.matrices]
-        self._alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i, p in enumerate(self.matrices):
-            self._alike[(len(p), p[0].numel())].append(i)
+        self._alike: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for i, shape in enumerate(shapes or [p.shape for p in self.matrices]):
+            self._alike[(shape[0], math.prod(shape[1:]), i if orthogonalize else 0)].append(i)
 
     @torch.no_grad()
     def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
         """One step with the gradients divided by `scale`, if it counts."""
         lr = lr * counts
-        for (rows, columns), alike in self._alike.items():
+        for (rows, columns, _), alike in self._alike.items():
             weights = [by_rows(self.matrices[i], self.matrices[i]) for i in alike]
             momenta = [by_rows(self.momenta[i], self.matrices[i]) for i in alike]
             # torch.where, since a factor of 0 would keep a gradient that is not finite.
             grads = torch.where(counts, torch.stack([_gradient(self.matrices[i]) for i in alike]) / scale, 0.0)
             lerp_(momenta, grads.unbind(), (1 - self.beta) * counts)
-            factors = polar(torch.stack(momenta).lerp_(grads, 1 - self.beta))
+            factors = self.orthogonalize(torch.stack(momenta).lerp_(grads, 1 - self.beta), rows)
             torch._foreach_mul_(weights, 1 - self.decay * lr)
             torch._foreach_sub_(weights, (factors * (ADAMS_SIZE * max(rows, columns) ** 0.5 * lr)).unbind())
 
@@ -120,6 +141,10 @@ def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
     """
     order = sorted(range(1, like.ndim), key=like.stride, reverse=True)
     return matrix.permute(0, *order).flatten(1)
+
+
+def _by_rows_in_memory(matrix: Tensor) -> bool:
+    return by_rows(matrix, matrix).data_ptr() == matrix.data_ptr()
 
 
 def inner_matrices(network: nn.Module) -> Sequence[Tensor]:

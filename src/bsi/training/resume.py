@@ -15,6 +15,7 @@ import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -96,12 +97,26 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     return replace(data, kind=replace(data.kind, mean=units[0], std=units[1]))
 
 
-def restore(engine: Engine, found: Checkpoint | None, log: Log) -> None:
-    """Load a checkpoint's state into the engine, on the rank that has found it."""
+def restore(engine: Engine, found: Checkpoint | None, root: Path, log: Log) -> None:
+    """Load a checkpoint's state into the engine: on the rank that has found it, or each rank's rows of sharded tensors.
+
+    `root` is the folder of the checkpoints.
+    """
+    if engine.layout.sharded:
+        step = torch.tensor(-1 if found is None else found.step, device=engine.world.device)
+        engine.world.broadcast(step)
+        if found is None and step >= 0:
+            found = Checkpoint(root / f"step-{int(step):08d}", int(step), {})
     with together(engine.world):
         if found is not None:
-            engine.restore(found.step, {name: checkpoint.read_tensors(found, name) for name in engine.state()})
-            log(f"resuming from {found.folder}")
+            if not found.folder.is_dir():
+                raise UsageError(
+                    f"rank {engine.world.rank} does not see {found.folder}, from which it must read its part. Use an "
+                    f"--out on a file system that all hosts share."
+                )
+            engine.restore(found.step, {name: checkpoint.open_tensors(found, name) for name in engine.state()})
+            if engine.world.first:
+                log(f"resuming from {found.folder}")
 
 
 def check_changes(

@@ -11,7 +11,8 @@ s b .. (s + 1) b - 1, where b is the global batch:
     dropout           generator(seed, step, first virtual shard)    seeded when a piece is read
 
     loss              (1/b) sum_i 2 L_M(x_i) / n over the global batch, with the weights of the recipe's objective
-    gradient          DDP's sum over ranks and pieces; in the audit mode a sum over virtual shards in a fixed order
+    gradient          DDP's or FSDP's sum over ranks and pieces (parallel.py); in the audit mode a sum over virtual
+                      shards in a fixed order
     update            AdamW or Muon (optimizers.py) with the gradient's norm clipped, then the averages of the weights
 
 The global batch is divided into virtual shards. A rank takes consecutive shards and computes them in `accumulation`
@@ -28,15 +29,13 @@ all values that differ between steps are in tensors: on a single GPU it is recor
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from bsi.backbones.layers import Backbone
 from bsi.consistency import gap_at
@@ -48,10 +47,11 @@ from bsi.model import Model
 from bsi.objective import Loss
 from bsi.recipe import Recipe
 from bsi.rng import derive, sample_ids, seed_words, standard_normal, uniforms
+from bsi.runtime.checkpoint import Stored
 from bsi.runtime.distributed import Watchdog, World
-from bsi.runtime.ema import EmaModel, PowerAverages, Profile
+from bsi.runtime.ema import PowerAverages, Profile
 from bsi.runtime.export import differences
-from bsi.training.optimizers import Optimizers
+from bsi.training.parallel import parallelize
 from bsi.training.replay import Replay
 
 PerSample = Float[Tensor, " batch"]
@@ -183,16 +183,16 @@ class Engine:
         self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None, record: bool = True
     ) -> None:
         self.recipe, self.model, self.world, self.half = recipe, model, world, half
-        self.ema = EmaModel(model)
-        self.powers = PowerAverages(model.denoiser.backbone, recipe.ema.powers)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = Optimizers(model.denoiser.backbone, recipe.optimizer)
+        self.layout = parallelize(recipe, model, world, half)
+        self.parameters = self.layout.trained()
+        self.ema = self.layout.average()
+        self.powers = PowerAverages(self.layout.parts, recipe.ema.powers)
+        self.optimizer = self.layout.optimizers(recipe.optimizer)
         loss = recipe.objective
         self.loss = Loss(
             model.method, world.device, loss.weight, loss.bias, loss.expected_levels, loss.finite_k, loss.consistency
         )
         self.steps_done, self.updating = 0, False  # the state is incomplete during an update
-        self._network: nn.Module = model.denoiser
         record = record and world.device.type == "cuda" and replayable(recipe, model, world)
         self._replay = Replay(world.device) if record else None
         # Values of the next step, on the device: a recorded step would repeat values passed from the host. The averages
@@ -232,19 +232,19 @@ class Engine:
 
     def _train(self, batches: Iterable[Batch]) -> None:
         """The gradients of the batches and the update, from values on the device alone."""
-        self.optimizer.zero_grad()
+        self.layout.zero_grad()
         self._update(self._audited(batches) if self.recipe.audit else self._summed(batches))
 
     def _summed(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
         """Sum gradients over pieces and ranks; returns the loss of the global batch."""
         total = torch.zeros(self.loss.terms, device=self.world.device)
         for i, batch in enumerate(batches):
-            network, last = self._network, i == self.recipe.accumulation - 1  # ranks exchange gradients once
-            with network.no_sync() if isinstance(network, DistributedDataParallel) and not last else nullcontext():
+            with self.layout.piece(last=i == self.recipe.accumulation - 1):
                 losses = self._losses(batch)
                 loss = losses.sum() / self.recipe.batch
-                (loss * self.scale * self.world.size).backward()  # DDP divides by the number of ranks
+                (loss * self.scale * self.layout.divisor).backward()
             total += self.loss.sums(losses, batch.t) / self.recipe.batch
+        self.layout.collect()
         return self.world.sum(total)
 
     def _audited(self, batches: Iterable[Batch]) -> Float[Tensor, " terms"]:
@@ -260,11 +260,11 @@ class Engine:
         losses = self._losses(batch)
         (losses.sum() / self.recipe.batch).backward()
         parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
-        self.optimizer.zero_grad()
+        self.layout.zero_grad()
         return torch.cat([*parts, self.loss.sums(losses, batch.t) / self.recipe.batch])
 
     def _losses(self, batch: Batch) -> PerSample:
-        network, cond = self._network, batch.cond
+        network, cond = self.layout.network, batch.cond
         predict = network if cond is None else lambda latent, level: network(latent, level, cond)
         x = self.model.kind.values(batch.data, torch.float32)
         # Our backbones set their compute dtype themselves; networks passed by the caller run under autocast.
@@ -275,8 +275,7 @@ class Engine:
     @torch.no_grad()
     def _update(self, losses: Float[Tensor, " terms"]) -> None:
         self.updating, loss = True, losses[0]
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads, foreach=True) / self.scale
+        norm = self.layout.norm() / self.scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         # A gradient that overflows float16 at a large loss scale is not a fault: the step is skipped, the scale halved.
         excused = torch.isfinite(loss) & (self.scale > 1)
@@ -313,25 +312,37 @@ class Engine:
         return self._replay is not None and self._replay.recorded
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors that the next step depends on, by file and name."""
+        """The tensors that the next step depends on, by file and name. Of a sharded tensor a rank has some rows."""
+
+        def stored(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:  # by kind/parameter or width/parameter
+            return {name: self.layout.stored(name.partition("/")[2], part) for name, part in parts.items()}
+
         counters = {"counter/sums": self.sums, "counter/scale": self.scale, "counter/scale_age": self.scale_age}
         return {
             "model": self.model.denoiser.backbone.state_dict(),
-            "ema": self.ema.model.denoiser.backbone.state_dict(),
-            "optimizer": {**self.optimizer.state(), **counters},
-            **({"powers": self.powers.state()} if self.recipe.ema.powers else {}),
+            "ema": self.ema.state(),
+            "optimizer": {**stored(self.optimizer.state()), **counters},
+            **({"powers": stored(self.powers.state())} if self.recipe.ema.powers else {}),
         }
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """A copy of the state on the host."""
+        """A copy on the host of what this rank writes of the state."""
         return {
-            file: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in group.items()}
+            file: {
+                name: mine.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in group.items()
+                if (mine := self.layout.written(tensor)) is not None
+            }
             for file, group in self.state().items()
         }
 
+    def averages(self) -> dict[str, Tensor]:
+        """The power-function averages, gathered on the host. All ranks must call it."""
+        return {name: self.layout.gathered(tensor).cpu() for name, tensor in self.state().get("powers", {}).items()}
+
     @torch.no_grad()
-    def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Set the state that `tensors` returned; raises if names or shapes do not match this network."""
+    def restore(self, step: int, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
+        """Set the state from the whole tensors; raises if names or shapes do not match this network."""
         state = self.state()
         for file, group in state.items():
             if found := differences(tensors[file], group):
@@ -339,44 +350,27 @@ class Engine:
                 raise UsageError("\n".join([other, *found]))
         for file, group in state.items():
             for name, mine in group.items():
-                mine.copy_(tensors[file][name])
+                part, rows = self.layout.place(mine)
+                part.copy_(tensors[file][name][rows])
         self.steps_done = step
 
     @torch.no_grad()
     def share(self) -> None:
-        """Copy the first rank's state to all others."""
+        """Copy the first rank's state to all others, except for sharded tensors, of which each rank reads its rows."""
         step = torch.tensor(self.steps_done, device=self.world.device)
-        for tensor in (step, *(t for group in self.state().values() for t in group.values())):
+        whole = (t for group in self.state().values() for t in group.values() if self.layout.place(t)[1] is ...)
+        for tensor in (step, *whole):
             self.world.broadcast(tensor)
         self.steps_done = int(step)
 
     def begin(self, stream: Stream) -> None:
-        """Let DDP sum the gradients, from weights that are the same on all ranks.
-
-        DDP rearranges its buckets after the first backward pass, which with three ranks or more changes the order of
-        sums. A first pass without an update fixes it, so that a resumed run has the sums of an uninterrupted one.
-        """
-        if self.world.size == 1 or self.recipe.audit:
-            return
-        ids = [self.world.device.index] if self.world.device.type == "cuda" else None
-        network = self.model.denoiser
-        # Buffers are the same on all ranks; sending them in every forward pass would cost a collective.
-        buffers = dict(network.named_buffers())
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, list(buffers))
-        self._network = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
-        before = [buffer.clone() for buffer in buffers.values()]  # the pass would change running statistics
-        self._losses(stream.first(self.steps_done)).sum().backward()
-        self.optimizer.zero_grad()
-        for buffer, value in zip(buffers.values(), before, strict=True):
-            buffer.copy_(value)
+        """Let the ranks sum their gradients, from weights that are the same on all ranks."""
+        if self.world.size > 1 and not self.recipe.audit:
+            self.layout.begin(lambda: self._losses(stream.first(self.steps_done)).sum().backward())
 
     def close(self) -> None:
-        """Release DDP and its reference to the process group.
-
-        If its reducer held the last reference, the destructor would wait under the GIL for gloo's thread, which may
-        itself wait for the GIL to release a tensor: a finished run would never exit.
-        """
-        self._network = self.model.denoiser
+        """Release what refers to the process group."""
+        self.layout.close()
 
 
 def replayable(recipe: Recipe, model: Model, world: World) -> bool:
@@ -384,7 +378,7 @@ def replayable(recipe: Recipe, model: Model, world: World) -> bool:
 
     A network passed by the caller might, and the gradient of an embedding of many labels does.
     """
-    single = world.size == 1 and recipe.accumulation == 1 and not recipe.audit
+    single = world.size == 1 and not recipe.sharded and recipe.accumulation == 1 and not recipe.audit
     few = not recipe.data.labels or recipe.batch <= MOST_LABELS
     return recipe.compile and single and few and isinstance(model.denoiser.backbone, Backbone)
 

@@ -43,6 +43,7 @@ from bsi.sampling import levels_of
 from bsi.training.dataset import open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
+from bsi.training.parallel import check_layout
 from bsi.training.resume import find_checkpoint, restore, together
 from bsi.training.step import Engine, Stream
 from bsi.values import DataKind, Symbols
@@ -139,7 +140,9 @@ def train(
         run_folder.check_trackers(track)
         recipe.check(find_place(os.environ).size)
         folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
-        world = enter(join(device, timeout_s=min(hang_after_s, LONGEST_S) + 60))
+        timeout_s = min(hang_after_s, LONGEST_S) + 60
+        world = enter(join(device, timeout_s, alone=recipe.sharded))
+        check_layout(recipe, world)
         enter(_numerics(recipe, world))
         with together(world):
             if world.first:
@@ -173,12 +176,12 @@ def train(
             _check_model(model, recipe)
             if init_from is not None and resumed.checkpoint is None:
                 set_weights(model, read_trained(Path(init_from)), str(init_from))
-            model = _fastest(model.to(world.device).train(), recipe, half)
+            model = _fastest(model if recipe.sharded else model.to(world.device), recipe, half).train()
             engine = enter(closing(Engine(recipe, model, world, half)))
         if begin is not None:
             begin()
         _check_threads(engine, log_once)
-        restore(engine, resumed.checkpoint, log)
+        restore(engine, resumed.checkpoint, folder.checkpoints, log)
         engine.share()
 
         # ---- The journal, the checkpoints and the loop ----
@@ -192,7 +195,8 @@ def train(
             journal.append(run_folder.JsonLines(folder, done, [name for name in possible if name in due]))
         progress = enter(Progress("train", recipe.steps, "step", done, None if world.first else StringIO()))
         enter(_status(folder, engine, world))
-        saver = enter(closing(Saver(folder.checkpoints, recipe.keep, folder.check)))  # it needs the lock
+        peers = engine.layout.peers(timeout_s)
+        saver = enter(closing(Saver(folder.checkpoints, recipe.keep, folder.check, peers)))  # it needs the lock
         source, shape = opened.train, spec.latent_shape
         stream = enter(closing(Stream(recipe, source, shape, world, done, opened.labels, spec.classes)))
         trackers = enter(run_folder.tracking(track if world.first else (), folder.path, recipe))
@@ -280,8 +284,11 @@ def _check_model(model: Model, recipe: Recipe) -> None:
 
 
 def _fastest(model: Model, recipe: Recipe, half: torch.dtype | None) -> Model:
-    """The model with its network in the fastest form, before the optimizer refers to the weights."""
-    network, fast = model.denoiser.backbone, recipe.compile and not recipe.audit
+    """The model with its network in the fastest form, before the optimizer refers to the weights.
+
+    The fused forms use the weights of all blocks at once; a sharded network is compiled block by block (parallel.py).
+    """
+    network, fast = model.denoiser.backbone, recipe.compile and not recipe.audit and not recipe.sharded
     if isinstance(network, Backbone):
         network.compute_dtype = half
         if fast:

@@ -393,7 +393,7 @@ def test_damaged_runs_foreign_locks_and_malicious_files_in_real_processes(base: 
     assert old.codes == [2]
     assert "format 0" in old.stderr
     assert bad.codes == [2]
-    assert "recipe.backbone is of kind dit, unet, mlp: got 'os.system'" in bad.stderr
+    assert "recipe.backbone is of kind dit, unet, mlp, autoencoder: got 'os.system'" in bad.stderr
     assert not canary.exists()
 
 

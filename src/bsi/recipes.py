@@ -318,6 +318,7 @@ def binary_digits(method: str = "bsi") -> Recipe:
 
     Command: bsi data binary --from digits; bsi train binary-digits
     Hardware: two CPU cores
+    Time: 1.5 minutes (estimated from `digits`)
     """
     return replace(
         digits(method), name="binary-digits", method=SYMBOLS[method], data=Data("binary-digits"), steps=2000,
@@ -330,6 +331,9 @@ def text_mini(method: str = "bsi") -> Recipe:
 
     Command: bsi data text --length 64 (Python's manual, or --from corpus.txt); bsi train text-mini
     Hardware: two CPU cores
+    Time: 5 minutes (estimated from 5 steps/s with one thread on a busy machine)
+    Expected: 3.90 +- 0.02 bits/char after 150 steps (--steps 150) on 1.1 MB of Shakespeare's plays; 6-grams take 2.35,
+        single characters 4.83. All 1500 steps: not yet run
     """
     return replace(
         digits(method), name="text-mini", method=SYMBOLS[method],

@@ -60,6 +60,7 @@ POWERS = (0.05, 0.15)  # relative widths of stored averages; those between and n
 CLASSES = 10
 BATCH = 1000  # images of an evaluation
 BINS = bsi.Bins.uint8()
+NETWORK = "network.safetensors"
 
 
 @dataclass(frozen=True)
@@ -231,10 +232,14 @@ def journal(run: Path) -> list[dict[str, Any]]:
 
 
 def network_of(run: Path, width: float, args: argparse.Namespace) -> bsi.Model:
-    """The model with the trainer's average of the weights (0), or with one of a relative width, in its fastest form."""
-    model = bsi.load(run)
+    """The model with the trainer's average of the weights (0), or with one of a relative width, in its fastest form.
+
+    The network of a record is the file that `network_file` wrote, with its average.
+    """
+    file = run / NETWORK
+    model = bsi.load(file if file.exists() else run)
     network = model.denoiser.backbone
-    if width:
+    if width and not file.exists():
         network.load_state_dict({**network.state_dict(), **reconstruct(run, width)[1]})
     model.to(args.device)
     network.compute_dtype = compute_dtype("auto", args.device)
@@ -352,24 +357,28 @@ def record(goal: str, args: argparse.Namespace) -> None:
     run = args.out / f"record-{goal}-{folder_of(args.choice)}-{args.seed}"
     plan = run / "plan.json"
     if args.start is not None and not run.exists():
-        say(unpacked=len(unpack(args.start, args.out)))
+        unpack(args.start, args.out)
+        if not plan.exists():
+            raise SystemExit(f"{args.start} is not of {run.name}.")
     if not plan.exists():
-        steps = args.train_steps or int(
-            args.seconds * rate(setting, goal, images, args) / (16 if args.tiny else setting.batch)
-        )
+        batch = 16 if args.tiny else setting.batch
+        steps = args.train_steps or int(args.seconds * rate(setting, goal, images, args) / batch)
         run.mkdir(parents=True)
         plan.write_text(json.dumps({"goal": goal, "choice": args.choice, "seed": args.seed, "steps": steps}))
     steps = json.loads(plan.read_text())["steps"]
-    try:
-        train(setting.recipe(goal, steps, args.seed, args.tiny), images, run, args.stop)
-    except BaseException:
-        if args.save is not None and (run / "checkpoints").exists():
-            say(saved_state=pack_run(run, args.save, args.carry))
-        raise
-    finally:
-        keep(run / "journal.jsonl", f"{run.name}.jsonl")
-    if args.save is not None:
-        say(saved_network=pack([network_file(run, args.width)], args.save, run))
+    if not (run / NETWORK).exists():
+        try:
+            train(setting.recipe(goal, steps, args.seed, args.tiny), images, run, args.stop)
+        except BaseException:
+            if args.save is not None and (run / "checkpoints").exists():
+                say(saved_state=pack_run(run, args.save, args.carry))
+            raise
+        finally:
+            keep(run / "journal.jsonl", f"{run.name}.jsonl")
+        network_file(run, args.width)
+    if args.save is not None:  # a machine that is lost from here on loses the evaluation alone
+        files = [run / name for name in (NETWORK, "plan.json", "journal.jsonl", "run.json")]
+        say(saved_network=pack(files, args.save, run.parent))
     if (run / "record.json").exists():
         raise SystemExit(f"{run} is evaluated already: the test set is used once.")
     found = {"goal": goal, "choice": args.choice, "seed": args.seed, "steps": steps, "setting": vars(setting)}
@@ -390,9 +399,9 @@ def record(goal: str, args: argparse.Namespace) -> None:
 
 def network_file(run: Path, width: float) -> Path:
     """The network in bfloat16 as one file, for `bsi eval` and `bsi sample`."""
-    trained = read_trained(export(run, run / "network.safetensors", sigma_rel=width or None))
+    trained = read_trained(export(run, run / NETWORK, sigma_rel=width or None))
     weights = {name: half(tensor) for name, tensor in trained.weights.items()}
-    return write_export(run / "network.safetensors", replace(trained, weights=weights))
+    return write_export(run / NETWORK, replace(trained, weights=weights))
 
 
 def device_name(args: argparse.Namespace) -> str:

@@ -15,9 +15,9 @@ from bsi.errors import DataError, UsageError
 from bsi.values import Bins, Standardize, to_uint8
 
 ranges = st.builds(
-    lambda low, width, count: Bins(low, low + width, count),
+    lambda low, step, count: Bins(low, low + step * (count - 1), count),
     st.floats(-1e3, 1e3),
-    st.floats(1e-2, 1e3),
+    st.floats(0.1, 1e3),  # of at least a few multiples of what float32 resolves
     st.integers(2, 65536),
 )
 

@@ -140,7 +140,7 @@ with torch.no_grad():
     print("frozen", farthest(wanted[:1], [network(x, t)]))
 
 # What is kept does not depend on the numbers: nothing is computed.
-unet_kernels.group_norm_act = lambda x, *_: unet_kernels.Moments(*torch.empty(3, len(x), x.shape[2]))
+unet_kernels.group_norm_act = lambda x, *_: unet_kernels.GroupMoments(*torch.empty(3, len(x), x.shape[2]))
 unet_kernels.residual_sum = unet_kernels.residual_sum_with_skip = lambda x, *_: torch.empty_like(x)
 
 for form, coarser in (("fused", ()), ("lean", ()), ("lean", (64,))):

@@ -25,7 +25,7 @@ GAP = 2
 BETWEEN = 12  # pixels between the panels of a frame
 SMALLEST = 32  # pixels: smaller images are enlarged
 SHEET, PANEL = 384, 256  # the width in pixels to which a grid, and a grid of an animation, is enlarged
-COLUMNS = 20  # the most classes that have one column each
+COLUMNS = 20  # the most classes that have columns of their own
 LINE = 18  # pixels: the height of a line of text
 ANIMATIONS = (".gif", ".webp")
 
@@ -48,9 +48,12 @@ def pixels(
     return np.clip(np.rint(np.nan_to_num(scaled)), 0, 255).astype(np.uint8)
 
 
-def class_columns(classes: int | None) -> int | None:
-    """Columns for samples that take the classes in turn: one per class, or None (a square) if they are too many."""
-    return classes if classes and classes <= COLUMNS else None
+def class_columns(classes: int | None, count: int) -> int | None:
+    """Columns of one class each for `count` samples that take the classes in turn, as near to a square as possible.
+
+    None (a square) if there are too many classes.
+    """
+    return classes * max(1, math.isqrt(count) // classes) if classes and classes <= COLUMNS else None
 
 
 def grid(

@@ -448,7 +448,17 @@ def test_arrays_pass_through_all_commands(capsys):
     assert "warning: there are no test samples" in err
     assert "bsi train arrays --data.name few, or table-mini on a CPU" in err
     assert call("train arrays --data.name few --device cpu --steps 1 --batch 64") == 0
-    assert "bsi sample runs/arrays --npz samples.npz" in capsys.readouterr().err
+    assert "bsi sample runs/arrays --npz runs/arrays/samples.npz" in capsys.readouterr().err
+
+
+def test_the_next_command_after_training_on_text_prints_samples(capsys):
+    Path("words.txt").write_text("the cat sat on the mat. " * 20)
+    assert call("data text --from words.txt --length 8") == 0
+    words = "train text-mini --data.name words --backbone mlp-8x1 --steps 1 --batch 8 --every.evaluate 0 --device cpu"
+    assert call(words) == 0
+    following = re.search(r"next: bsi (sample [^·]*)", capsys.readouterr().err)
+    assert following and call(following[1] + " --steps 2 --device cpu") == 0
+    assert "4 samples" in capsys.readouterr().out
 
 
 def test_an_unsuitable_network_gives_a_warning(capsys, monkeypatch):

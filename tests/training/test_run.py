@@ -45,6 +45,7 @@ def test_a_run_has_a_path_model_journal_and_evaluations(tmp_path: Path) -> None:
     first, second = str(run).splitlines()
     assert first == f"{tmp_path / 'run'}: finished, step 6"
     assert f"{bound['nats_per_dim']:.4f} nats/dim ± " in second  # as the training showed it
+    assert ("± at most" not in second) == bound["data_resolved"]
     assert "(data set), step 6" in second
     assert bsi.Run(tmp_path / "run") == run
     with pytest.raises(UsageError, match="neither a run"):

@@ -52,7 +52,7 @@ class Sample:
     seed: int = 0  # Seed of the noise.
     label: str | None = None  # Draw samples of this class, given by name or number, from a network with labels.
     labels: bool = False
-    """Draw samples of all classes in turn; with at most 20 classes, each has a column of the picture."""
+    """Draw samples of all classes in turn; with at most 20 classes, each column of the picture is of one."""
     out: Path | None = None
     """A .png of the first 400 samples, for 16-bit sound a .wav and for text a .txt of all samples. By default samples
     with this ending, unless --npz or --animate is given."""
@@ -174,7 +174,8 @@ def _write_picture(out: Path, model: Model, samples: np.ndarray, classes: int) -
     """A grid: the first and last bin or symbol, or the extremes of continuous samples, are black and white."""
     stored = model.bins or model.symbols
     low, high = (0.0, stored.count - 1.0) if stored else (float(samples.min()), float(samples.max()))
-    sheet = pictures.grid(samples[:SHOWN], pictures.class_columns(classes), low, high if high > low else low + 1)
+    shown = samples[:SHOWN]
+    sheet = pictures.grid(shown, pictures.class_columns(classes, len(shown)), low, high if high > low else low + 1)
     with atomic(out, "--out") as temporary:
         sheet.save(temporary)
 

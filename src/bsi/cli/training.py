@@ -31,7 +31,7 @@ from bsi.progress import log
 from bsi.recipe import Recipe, changes, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.sampler import Sampler
-from bsi.values import Latents
+from bsi.values import Latents, Symbols
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
                  [--key value ...]
@@ -143,7 +143,8 @@ def run(words: Sequence[str]) -> int:
         folder, target = shlex.quote(str(out)), ""
         if not is_image(dataset.kind.shape if isinstance(dataset.kind, Latents) else dataset.shape):
             sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
-            target = " --out samples.wav" if sound else " --npz samples.npz"
+            text = len(dataset.shape) == 1 and isinstance(dataset.kind, Symbols)
+            target = " --out samples.wav" if sound else " --num 4" if text else f" --npz {folder}/samples.npz"
         labels = " --labels" if recipe.data.labels else ""
         drawn = "".join(f" --{c.name} {c.after}" for c in changes(Sampler(), recipe.samples.sampler))
         if isinstance(recipe.backbone, AutoencoderConfig):

@@ -267,8 +267,9 @@ def _overfitted(run: Path, found: Elbo) -> str:
         past = {record["step"]: float(record["bits_per_dim"]) for record in evaluated}
         step = min(past, key=past.__getitem__, default=None)
         if step is not None and (more := found.bits_per_dim - past[step]) > 2 * found.monte_carlo_error:
-            advice = "Train for fewer steps, on more data, or with dropout."
-            return f"the bound was {more:.4f} bits/{found.element} lower at step {step}: the network overfits. {advice}"
+            unit, scale = ("bits", 1.0) if found.binned else ("nats", math.log(2))
+            past_bound = f"the bound was {scale * more:.4f} {unit}/{found.element} lower at step {step}"
+            return f"{past_bound}: the network overfits. Train for fewer steps, on more data, or with dropout."
     return ""
 
 
@@ -295,7 +296,7 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: S
 def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     """Draw samples as a picture, text, or an array (.npy) of other data, with the same seeds at every step.
 
-    A model with labels takes the classes in turn. If there are few classes, each has a column of the grid.
+    A model with labels takes the classes in turn. If there are few classes, each column of the grid is of one.
     """
     wanted, label = recipe.samples, range(model.classes) if model.classes else None
     seed = derive(recipe.seed, "samples") >> 32
@@ -304,7 +305,7 @@ def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
     if is_image(model.shape):
         path = path.with_suffix(".png")
         low, high = (0.0, float(model.bins.count - 1)) if model.bins is not None else (float(x.min()), float(x.max()))
-        grid(x, class_columns(model.classes), low, max(high, low + 1e-6)).save(path)
+        grid(x, class_columns(model.classes, len(x)), low, max(high, low + 1e-6)).save(path)
     elif model.symbols is not None:
         path = path.with_suffix(".txt")
         path.write_text("\n\n".join(map(model.symbols.text, x)) + "\n", "utf-8")

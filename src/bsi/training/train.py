@@ -83,7 +83,8 @@ class Run:
         for found in self.evaluations()[-1:]:
             unit, scale = ("bits", 1.0) if found.get("binned", True) else ("nats", math.log(2))
             bound, *errors = (scale * float(found[name]) for name in ("bits_per_dim", "error", "data_error"))
-            text = f"{bound:.4f} {unit}/dim ± {errors[0]:.4f} (Monte Carlo) ± {errors[1]:.4f} (data set)"
+            at_most = "" if found.get("data_resolved", True) else "at most "
+            text = f"{bound:.4f} {unit}/dim ± {errors[0]:.4f} (Monte Carlo) ± {at_most}{errors[1]:.4f} (data set)"
             lines.append(f"test samples: {text}, step {found['step']}")
         return "\n  ".join(lines)
 

@@ -457,7 +457,8 @@ def test_the_next_command_after_training_on_text_prints_samples(capsys):
     words = "train text-mini --data.name words --backbone mlp-8x1 --steps 1 --batch 8 --every.evaluate 0 --device cpu"
     assert call(words) == 0
     following = re.search(r"next: bsi (sample [^·]*)", capsys.readouterr().err)
-    assert following and call(following[1] + " --steps 2 --device cpu") == 0
+    assert following is not None
+    assert call(following[1] + " --steps 2 --device cpu") == 0
     assert "4 samples" in capsys.readouterr().out
 
 

@@ -536,6 +536,24 @@ def test_unsupported_training_data_is_rejected(data, test, error, message: str, 
 
 
 @pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (IMAGES / 255, "centers"),  # torchvision's ToTensor
+        (IMAGES.float(), "outside its bins"),
+        (IMAGES.int() + 200, "outside its bins"),
+        (torch.full((10, 1, 4, 4), float("nan")), "NaN"),
+    ],
+)
+def test_data_that_is_not_of_the_given_kind_is_rejected(wrong: torch.Tensor, message: str, tmp_path: Path) -> None:
+    kind = bsi.Bins.uint8()
+    right = kind.values(IMAGES) if wrong.is_floating_point() else IMAGES
+    for data, test in ((wrong, None), (wrong.numpy(), None), (right, wrong)):
+        with pytest.raises(DataError, match=message):
+            train(tmp_path / "run", data=data, test=test, kind=kind)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     "objective", [Objective(), Objective(levels="expected"), Objective(weight="edm"), Objective(finite_k=5)], ids=str
 )
 def test_a_nan_in_the_data_stores_the_step_for_replay(objective: Objective, tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def open_training_data(
 
     `run` is the folder of an interrupted run, by which a dataset that was renamed is found.
     """
-    name, version, names, autoencoder = recipe.data.name, "", tuple[str, ...](), None
-    if data is None:
+    name, version, names, autoencoder, prepared = recipe.data.name, "", tuple[str, ...](), None, data is None
+    if prepared:
         for what, given in (("test", test), ("kind", kind), ("labels", labels)):
             if given is not None:
                 raise UsageError(f"{what} was given without data. Pass data of your own with it, or leave {what} out.")
@@ -86,7 +86,7 @@ def open_training_data(
     train = as_source(data, device, recipe.data.workers)
     first = train.take(FIRST)
     shape, floats = tuple(first.shape[1:]), first.is_floating_point()
-    kind, note = _fitted(kind, first, data, train)
+    kind, note = _fitted(kind, first, data, train, prepared)
     known = _labels(labels, len(train), name) if recipe.data.labels else None
     count = 0 if known is None else int(known.max(initial=-1)) + 1
     if names and count > len(names):
@@ -103,6 +103,8 @@ def open_training_data(
                 f"test samples must be like training samples, of shape {shape} and {first.dtype}, got "
                 f"{tuple(example.shape[1:])} and {example.dtype}. Pass test=None to train without."
             )
+        if not prepared:
+            _checked(kind, test, tested)
         tested = InFloat32(tested) if example.is_floating_point() else tested
     return TrainingData(InFloat32(train) if floats else train, tested, spec, known, note, autoencoder)
 
@@ -122,16 +124,19 @@ def _labels(given: object, count: int, name: str) -> Labels:
     return labels.astype(np.int64)
 
 
-def _fitted(kind: DataKind | None, first: Tensor, data: object, train: BatchSource) -> tuple[DataKind, str]:
-    """The kind of the caller's data, fitted if that is left to do, with a note on what was assumed."""
-    if kind is not None and not (isinstance(kind, Symbols) and kind.prior is None):
+def _fitted(
+    kind: DataKind | None, first: Tensor, data: object, train: BatchSource, prepared: bool
+) -> tuple[DataKind, str]:
+    """The kind of the data, fitted if that is left to do, with a note on what was assumed."""
+    fitted = kind is not None and not (isinstance(kind, Symbols) and kind.prior is None)
+    if kind is not None and fitted and prepared:
         return kind, ""
-    rows = data if isinstance(data, Tensor) else _some(train, FIT_SAMPLES)
+    rows = _checked(kind, data, train)
+    if kind is not None and fitted:
+        return kind, ""
     if isinstance(kind, Symbols):
-        kind.check(rows)
         return Symbols.fit(rows.cpu(), kind.count, kind.names), ""
     if first.is_floating_point():
-        check_finite(rows)
         return Standardize.fit(rows), ""
     if first.dtype != torch.uint8:
         raise UsageError(
@@ -152,6 +157,16 @@ def _fitted(kind: DataKind | None, first: Tensor, data: object, train: BatchSour
         f"assuming 8-bit images with 256 levels; the largest value of the data is {largest}. Pass "
         f"kind=bsi.Bins(low, high, count) if it has fewer levels, kind=bsi.Bins.uint8() if not."
     )
+
+
+def _checked(kind: DataKind | None, data: object, source: BatchSource) -> Tensor:
+    """A tensor, or a random subset of other data. Raises if it is not finite or not of its kind."""
+    rows = data if isinstance(data, Tensor) else _some(source, FIT_SAMPLES)
+    if rows.is_floating_point():
+        check_finite(rows)
+    if kind is not None:
+        kind.check(rows)
+    return rows
 
 
 def _version(data: object, source: BatchSource, labels: Labels | None) -> str:

@@ -449,6 +449,11 @@ def test_arrays_pass_through_all_commands(capsys):
     assert "bsi train arrays --data.name few, or table-mini on a CPU" in err
     assert call("train arrays --data.name few --device cpu --steps 1 --batch 64") == 0
     assert "bsi sample runs/arrays --npz runs/arrays/samples.npz" in capsys.readouterr().err
+    assert call("eval runs/arrays --bpd --split train --device cpu") == 0
+    bound, terms = capsys.readouterr().out.splitlines()[:2]
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", terms)]
+    assert "nats/dim" in bound
+    assert float(bound.split()[0]) == pytest.approx(sum(numbers), abs=1e-3)  # the terms have the unit of their sum
 
 
 def test_the_next_command_after_training_on_text_prints_samples(capsys):

@@ -233,13 +233,15 @@ def test_the_terms_of_continuous_data_add_up_with_the_change_of_units(continuous
     found = next(json.loads(s) for s in (copy / "journal.jsonl").read_text().splitlines() if '"evaluate"' in s)
     assert found["change_of_units"] == pytest.approx(math.log2(20), abs=0.3)
     if written != "journal":
-        record = {name: found[name] for name in ("reconstruction", "measurement", "prior", "bits_per_dim", "step")}
+        names = ("reconstruction", "measurement", "prior", "bits_per_dim", "step", "binned")
+        record = {name: found[name] for name in names}
         (copy / "evaluations").mkdir()
         (copy / "evaluations" / "1-bpd-test.json").write_text(json.dumps(record | {"split": "test", "images": 8}))
     rows = numbers(files_only(copy))
     assert rows["change of units"] == pytest.approx(found["change_of_units"], abs=1e-4)
     terms = [rows[name] for name in ("reconstruction", "measurement", "prior", "change of units")]
     assert rows["bits per dimension"] == pytest.approx(sum(terms), abs=3e-4)
+    assert rows["in nats per dimension"] == pytest.approx(found["nats_per_dim"], abs=1e-4)
 
 
 def test_training_and_test_are_compared_on_the_same_term(copy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -241,7 +242,8 @@ def eval_text(found: Found) -> str:
         without = f"without pairing the first error would be {r['unpaired_error']:.5f}"
         return f"{found.bound}\n  {r['a']['run']} less {r['b']['run']}; {without}"
     names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(r["change_of_units"])
-    terms = ", ".join(f"{name.replace('_', ' ')} {r[name]:.5f}" for name in names)
+    unit = 1.0 if r["binned"] else math.log(2)  # the terms in the unit of the bound
+    terms = ", ".join(f"{name.replace('_', ' ')} {unit * r[name]:.5f}" for name in names)
     compared = baselines_text(r["baselines"], r["binned"], found.bound.element)
     return (
         f"{found.bound}\n  {terms}; {r['finite_k'] or 'infinitely many'} rounds of measurement\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -176,6 +177,8 @@ def _likelihood(run: RunContents, measured: Measurements, best: Mapping[str, Any
             terms["change of units"] = units
         rows = [(name, f"{value:.4f}") for name, value in terms.items()]
         rows.append(("<b>bits per dimension</b>", f"<b>{total:.4f}</b>"))
+        if best.get("binned") is False:
+            rows.append(("in nats per dimension", f"{total * math.log(2):.4f}"))
         rows += [(f"± {name.replace('test set', 'choice of test samples')}", v) for name, v in _errors(best, 4).items()]
         if measured.baselines:
             rows.append(("for comparison", escape(baselines_text(measured.baselines))))

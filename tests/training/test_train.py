@@ -667,7 +667,6 @@ def sink(record):
     if record["event"] == "train" and record["step"] == 4 and sys.argv[2] != "none":
         os.kill(os.getpid(), int(sys.argv[2]) if sys.argv[2].isdigit() else getattr(signal, sys.argv[2]))
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would training
 bsi.train(recipe, out=sys.argv[1], device="cpu", sinks=[sink])
 """
 

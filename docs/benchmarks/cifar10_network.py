@@ -7,6 +7,7 @@ train      train the best candidate on all training images; stops after --second
 evaluate   bounds of the test set, for infinitely and finitely many steps: variances x grids
 code       compress test images, and decompress them, with the time of the network and of the rest
 
+With --network FILE the last two phases take a network that is trained already, such as one of speedrun.py.
 --tiny runs everything at a size for a CPU. Weights and files are copied to $OUT if it is set.
 """
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 import bsi
 from bsi import codec
+from bsi.backbones import accelerate, compute_dtype, freeze
 from bsi.backbones.config import UNetConfig
 from bsi.grids import paper_grid
 from bsi.recipe import Ema, Every, Recipe
@@ -142,9 +144,13 @@ class OnPapersGrid(Variance):
 
 
 def evaluate(out: Path, args: argparse.Namespace) -> None:
-    model = bsi.load(out / "network").eval().to(args.device)
-    if "OUT" in os.environ:
-        write_parts(model.denoiser.backbone.state_dict(), Path(os.environ["OUT"]))
+    model = bsi.load(args.network or out / "network").eval().to(args.device)
+    network = model.denoiser.backbone
+    if args.network is None and "OUT" in os.environ:
+        write_parts(network.state_dict(), Path(os.environ["OUT"]))
+    network.compute_dtype = compute_dtype("auto", torch.device(args.device))
+    accelerate(network, torch.device(args.device))
+    freeze(network)
     test, training = cifar10("test"), cifar10("train")
     if args.tiny:
         test, training = test[:32], training[:64]
@@ -156,7 +162,9 @@ def evaluate(out: Path, args: argparse.Namespace) -> None:
         began = time.monotonic()
         fitted = None if kind is None else model.fit_variance(fitting, kind, batch_size=500)
         spent = round(time.monotonic() - began, 1)
-        grids = {"paper": None} if fitted is None else {"paper": OnPapersGrid(**vars(fitted)), "fitted": fitted}
+        grids = {"paper": None} if fitted is None else {"fitted": fitted}
+        if kind == "dct":
+            grids["paper"] = OnPapersGrid(**vars(fitted))
         for (grid, variance), k in itertools.product(grids.items(), (64,) if args.tiny else (16, 64, 256)):
             say(
                 what=f"finite k={k}, variance {kind}, grid {grid}",
@@ -192,7 +200,7 @@ class Timer:
 
 
 def code(out: Path, args: argparse.Namespace) -> None:
-    model = bsi.load(out / "network").eval().to(args.device)
+    model = bsi.load(args.network or out / "network").eval().to(args.device)
     training, test = cifar10("train"), cifar10("test")
     fitting = training[subset(len(training), args.fitting)].to(model.device)
     variance = model.fit_variance(fitting, args.variance, batch_size=500)
@@ -235,6 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phases", nargs="+", choices=["search", "train", "evaluate", "code"])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--network", type=Path, help="a run folder or an exported network")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop training this long after the start, and save")
     parser.add_argument("--search-steps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=26_000)

@@ -21,7 +21,7 @@ import torch
 from bsi.backbones.config import DiTConfig, resolve, training_memory
 from bsi.evaluation.speed import Case, measure
 
-WIDTH, HEADS, DEPTHS = 2048, 16, (40, 56, 72, 80, 88, 96)
+WIDTH, HEADS, DEPTHS = 2048, 16, (40, 72, 80, 88, 96)
 CASES = [("ddp", False), ("fsdp", False), ("ddp", True), ("fsdp", True)]
 
 
@@ -33,6 +33,8 @@ def one(words: argparse.Namespace) -> None:
         config = DiTConfig(**{**asdict(resolve(words.backbone)), "checkpoint": words.checkpoint})
     device = torch.device(words.device, 0) if words.device == "cuda" else torch.device("cpu")
     shape = (3, words.size, words.size)
+    if device.type == "cuda":
+        torch.cuda.init()  # before its memory is measured
     case = Case("train", config, shape, words.batch, "bsi", "auto", False, device, words.parallel)
     found = measure(case, repeats=5)
     shards = 1 if words.parallel == "fsdp" else None

@@ -218,8 +218,8 @@ def folder_mini(method: str = "bsi") -> Recipe:
     Hardware: two CPU cores
     Time: 7 minutes for 28x28 (2.9 steps/s)
     Expected: 1.168 ± 0.009 bits/dim on MNIST as PNG files with --data.no-flips (1000 test images, Monte Carlo error
-        0.003; PNG 1.75, lossless WebP 1.53). With --steps 300 on CIFAR-10 in gray, cropped to 28x28: 5.24 ± 0.03 (PNG 5.92,
-        WebP 5.75)
+        0.003; PNG 1.75, lossless WebP 1.53). With --steps 300 on CIFAR-10 in gray, cropped to 28x28: 5.24 ± 0.03 (PNG
+        5.92, WebP 5.75)
     """
     return replace(
         folder(method), name="folder-mini",
@@ -467,9 +467,9 @@ RECIPES: dict[str, Callable[[str], Recipe]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         digits, binary_digits, text_mini, cifar10_unet, cifar10_dit_s, cifar10_dit_mini, cifar10_20min_bpd,
-        cifar10_speedrun_bpd, cifar10_20min_fid, imagenet32_dit_l2, imagenet64_dit_l4, imagenet32_unet, mnist_binary, text8, folder,
-        folder_mini, autoencoder_mini, autoencoder_f4, autoencoder_f8, latents, latents_mini, arrays, table_mini,
-        series_mini, audio_mini,
+        cifar10_speedrun_bpd, cifar10_20min_fid, imagenet32_dit_l2, imagenet64_dit_l4, imagenet32_unet, mnist_binary,
+        text8, folder, folder_mini, autoencoder_mini, autoencoder_f4, autoencoder_f8, latents, latents_mini, arrays,
+        table_mini, series_mini, audio_mini,
     )
 }  # fmt: skip
 

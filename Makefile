@@ -40,10 +40,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 # Reinstalls only when what is to be installed has changed; the package itself is installed in place.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml networks/pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" --editable ./networks
 	$(BIN)/python -m pip install --quiet --no-deps azula  # without torchvision, which it does not need here
 	touch $@
 

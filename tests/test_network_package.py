@@ -79,7 +79,7 @@ def test_a_missing_network_is_an_error_with_the_command_that_installs_it(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"pip install.*bsi\[networks\]"):
         bsi.Model.from_pretrained("cifar10-classes")
-    assert main(["sample", "cifar10"]) == 2
+    assert main(["sample", "cifar10-classes"]) == 2
     assert "bsi[networks]" in capsys.readouterr().err
 
 

@@ -31,7 +31,7 @@ from bsi.recipes import autoencoder_mini, digits
 from bsi.runtime import checkpoint, out_of_memory
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import DataSpec, export
-from bsi.training.sharding import blocks_of, large_layers, shard
+from bsi.training.sharding import ShardedEngine, blocks_of, large_layers
 from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, samples, sequence, status
 
 STOPS = (1, 11)
@@ -311,14 +311,14 @@ def test_gradients_are_those_of_the_plain_network(alone: World, checkpoint: bool
     plain, model = model_of(config), model_of(config)
     for each in (plain, model):
         each.denoiser.backbone.compute_dtype = half
-    layout = shard(replace(digits(), backbone=config, parallel="fsdp"), model, alone, half)
+    engine = ShardedEngine(replace(digits(), backbone=config, parallel="fsdp"), model, alone, half)
     x, t = torch.randn(4, 1, 8, 8), torch.rand(4)
     for network in (plain.denoiser.backbone, model.denoiser.backbone):
         torch.manual_seed(1)
         network(x, t).square().sum().backward()
-    layout.collect()
+    engine.collect()
     for name, parameter in plain.denoiser.backbone.named_parameters():
-        found = layout.parts[name].grad
+        found = engine.parts[name].grad
         assert torch.allclose(found, parameter.grad, rtol=1e-4, atol=1e-5 * float(parameter.grad.abs().max())), name
 
 
@@ -327,21 +327,21 @@ import torch
 import torch.distributed as dist
 
 from bsi.backbones.acceleration import compile_regions
-from training.test_sharding import DiTConfig, Place, World, digits, model_of, replace, shard
+from training.test_sharding import DiTConfig, Place, World, digits, model_of, replace, ShardedEngine
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 config = DiTConfig(32, 2, 2, dropout=0.1, checkpoint=True)
 plain, model = model_of(config), model_of(config)
 recipe = replace(digits(), backbone=config, parallel="fsdp")
-layout = shard(recipe, model, World(Place(), torch.device("cpu")), None)
+engine = ShardedEngine(recipe, model, World(Place(), torch.device("cpu")), None)
 compile_regions(model.denoiser.backbone, backend="aot_eager")
 x, t = torch.randn(4, 1, 8, 8), torch.rand(4)
 for network in (plain.denoiser.backbone, model.denoiser.backbone):
     torch.manual_seed(1)
     network(x, t).square().sum().backward()
-layout.collect()
+engine.collect()
 for name, parameter in plain.denoiser.backbone.named_parameters():
-    assert torch.allclose(layout.parts[name].grad, parameter.grad, rtol=1e-4, atol=1e-6), name
+    assert torch.allclose(engine.parts[name].grad, parameter.grad, rtol=1e-4, atol=1e-6), name
 print(sum(region.forward.__qualname__.startswith("_static") for region in model.denoiser.backbone.blocks))
 dist.destroy_process_group()
 """
@@ -362,12 +362,11 @@ def test_blocks_are_compiled_inside_the_hooks_of_fsdp() -> None:
 
 def test_an_evaluation_has_the_average_and_leaves_no_weights_behind(alone: World) -> None:
     plain = model_of(DiTConfig(32, 2, 2))
-    layout = shard(replace(digits(), parallel="fsdp"), model_of(DiTConfig(32, 2, 2)), alone, None)
-    average = layout.average()
+    engine = ShardedEngine(replace(digits(), parallel="fsdp"), model_of(DiTConfig(32, 2, 2)), alone, None)
     with torch.no_grad():
-        for part in layout.parts.values():
+        for part in engine.parts.values():
             part.zero_()
-    with average.evaluating() as model:
+    with engine.ema.evaluating() as model:
         assert torch.equal(model.sample(2, steps=2), plain.eval().sample(2, steps=2))
     assert all(parameter.is_meta for parameter in model.parameters())
 

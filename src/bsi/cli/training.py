@@ -53,6 +53,8 @@ FOR_A_CPU = "`bsi train folder-mini` is made for images on a CPU. "
 IMAGE_BINS = 256
 CORE_TFLOPS = 0.03  # per second of one CPU core, roughly
 
+Sizes = tuple[tuple[int, ...], int | None, int]  # what a network is built for: a shape, numbers of bins and of classes
+
 
 @dataclass(frozen=True)
 class Options:
@@ -202,31 +204,27 @@ def _opened(recipe: Recipe, out: Path) -> store.Dataset:
         raise DataError(f"{error} --data.name NAME trains on another: {names}.") from error
 
 
-def _size(recipe: Recipe, dataset: store.Dataset) -> dict[str, Any]:
-    """The amount of data, parameters and arithmetic of a training run, known before it starts."""
-    count = len(dataset.split("train"))
+def _size(recipe: Recipe, sizes: Sizes) -> dict[str, Any]:
+    """The parameters and the arithmetic of a network."""
     assert recipe.backbone is not None  # a recipe on the command line names one
-    found = cost(recipe.backbone, *_network_arguments(recipe, dataset))
-    return {
-        "dataset": dataset.name,
-        "samples": count,
-        "shape": dataset.shape,
-        "epochs": recipe.steps * recipe.batch / count,
-        "parameters": found.parameters,
-        "tflops_per_step": 1e-12 * 3 * found.flops * recipe.batch,
-    }
+    found = cost(recipe.backbone, *sizes)
+    return {"parameters": found.parameters, "tflops_per_step": 1e-12 * 3 * found.flops * recipe.batch}
 
 
-def _network_arguments(recipe: Recipe, dataset: store.Dataset) -> tuple[tuple[int, ...], int | None, int]:
-    """The shape, the number of bins and the number of classes that the network is built for."""
+def _size_on(recipe: Recipe, dataset: store.Dataset) -> tuple[dict[str, Any], Sizes]:
+    """The amount of data, parameters and arithmetic of a run, known before it starts, and what its network is for."""
+    count, shape = len(dataset.split("train")), dataset.shape
     bins = None if dataset.bins is None else dataset.bins.count
     classes = dataset.labels.classes if recipe.data.labels and dataset.labels is not None else 0
-    return dataset.kind.latent_shape(dataset.shape), bins, classes
+    sizes = dataset.kind.latent_shape(shape), bins, classes
+    epochs = recipe.steps * recipe.batch / count
+    data = {"dataset": dataset.name, "samples": count, "shape": shape, "epochs": epochs}
+    return data | _size(recipe, sizes), sizes
 
 
 def _announce(recipe: Recipe, dataset: store.Dataset, out: Path, device: str) -> None:
     """Print what is trained, and a warning if it does not suit the network or the machine."""
-    size, images = _size(recipe, dataset), is_image(dataset.shape)
+    size, images = _size_on(recipe, dataset)[0], is_image(dataset.shape)
     shape = " x ".join(map(str, dataset.shape)) or "1"
     log(
         f"bsi train: {size['parameters']:,} parameters on {dataset.name}: {size['samples']:,} samples of {shape}, "
@@ -261,22 +259,16 @@ def _dry_run(recipe: Recipe, named: Recipe, out: Path, options: Options) -> int:
     """
     recipe.check(options.ranks or 1)
     size: dict[str, Any] = {"images": recipe.steps * recipe.batch}
-    if options.shape:
-        shape, bins, classes = options.shape, IMAGE_BINS, 0
-        assert recipe.backbone is not None
-        found = cost(recipe.backbone, shape, bins)
-        size |= {"shape": shape, "parameters": found.parameters}
-        size |= {"tflops_per_step": 1e-12 * 3 * found.flops * recipe.batch}
-    else:
-        shape, bins, classes = (), None, 0
-        try:
-            dataset = _opened(recipe, out)
-            size |= _size(recipe, dataset)
-            shape, bins, classes = _network_arguments(recipe, dataset)
-        except DataError as error:
-            log(f"bsi train: {error} --shape 3 32 32 calculates without data.")
-    if options.ranks is not None and shape:
-        size |= _prediction(recipe, shape, bins, classes, options)
+    try:
+        if options.shape:
+            sizes: Sizes = (options.shape, IMAGE_BINS, 0)
+            size |= {"shape": options.shape, **_size(recipe, sizes)}
+        else:
+            found, sizes = _size_on(recipe, _opened(recipe, out))
+            size |= found
+        size |= {} if options.ranks is None else _prediction(recipe, sizes, options.ranks, options)
+    except DataError as error:
+        log(f"bsi train: {error} --shape 3 32 32 calculates without data.")
     changed = [str(change) for change in changes(named, recipe)]
     lines = [json.dumps(to_plain(recipe), indent=2), f"changed from {named.name}: {'; '.join(changed) or 'nothing'}"]
     lines += [
@@ -285,24 +277,20 @@ def _dry_run(recipe: Recipe, named: Recipe, out: Path, options: Options) -> int:
     return answer(options.json, {"recipe": to_plain(recipe), "changed": changed, **size}, "\n".join(lines))
 
 
-def _prediction(
-    recipe: Recipe, shape: tuple[int, ...], bins: int | None, classes: int, options: Options
-) -> dict[str, Any]:
+def _prediction(recipe: Recipe, sizes: Sizes, ranks: int, options: Options) -> dict[str, Any]:
     """A step on the cluster that the options describe."""
     assert recipe.backbone is not None
-    assert options.ranks is not None
-    cluster = Cluster(
-        options.ranks, options.local_ranks, options.tflops, options.host_gb_per_s, options.network_gb_per_s
-    )
-    if recipe.parallel == "hsdp" and options.ranks % options.local_ranks:
-        got = f"got {options.ranks} with {options.local_ranks} in a host"
+    shape, bins, classes = sizes
+    cluster = Cluster(ranks, options.local_ranks, options.tflops, options.host_gb_per_s, options.network_gb_per_s)
+    if recipe.parallel == "hsdp" and ranks % options.local_ranks:
+        got = f"got {ranks} with {options.local_ranks} in a host"
         raise UsageError(f"--parallel hsdp needs hosts with an equal number of ranks, {got}. Use --parallel fsdp.")
     found = predict(
         recipe.backbone, shape, cluster, recipe.batch, recipe.parallel, recipe.accumulation, bins, classes,
         1 + len(recipe.ema.powers), recipe.optimizer.kind,
     )  # fmt: skip
     return {
-        "ranks": options.ranks,
+        "ranks": ranks,
         "parallel": recipe.parallel,
         "gib_per_rank": found.memory_bytes / 2**30,
         "gib_gathered_in_evaluations": found.gather_bytes / 2**30,

@@ -32,9 +32,9 @@ from bsi.rng import SeededNoise
 from bsi.runtime.distributed import Place, Watchdog, World, join
 from bsi.runtime.export import build_model
 from bsi.sampling import evaluations, sample
-from bsi.training.dataset import open_training_data
+from bsi.training.dataset import Stream, open_training_data
 from bsi.training.replay import PLAIN_STEPS
-from bsi.training.step import Engine, Stream
+from bsi.training.step import Engine, engine_of
 from bsi.values import Bins
 
 Work = Literal["train", "sample", "elbo"]
@@ -193,7 +193,7 @@ def _training(case: Case, stack: contextlib.ExitStack) -> tuple[Engine, Stream, 
     network.compute_dtype = compute_dtype(case.precision, case.device)
     if not sharded:
         _accelerate(network, case)
-    engine = Engine(recipe, model, world, compute_dtype(case.precision, case.device))
+    engine = engine_of(recipe, model, world, compute_dtype(case.precision, case.device))
     stream = stack.enter_context(contextlib.closing(Stream(recipe, data.train, data.spec.latent_shape, world, 0)))
     watchdog = stack.enter_context(Watchdog(world.place, limit_s=600.0))
     return engine, stream, lambda: engine.step(stream, watchdog)

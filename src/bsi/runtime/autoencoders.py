@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -32,9 +30,10 @@ from bsi.data.prepare import Block, Part, Preparation
 from bsi.data.published import of_dataset
 from bsi.data.store import AUTOENCODER, open_dataset
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError, extra
-from bsi.io import atomic, canonical_json, parse_json, read_json, share
+from bsi.io import atomic, canonical_json, parse_json, read_json
 from bsi.recipe import from_plain, to_plain
 from bsi.rng import standard_normal, subset
+from bsi.runtime.checkpoint import read_file, write_file
 from bsi.values import Bins, DataKind, Latents
 
 METADATA = "autoencoder"
@@ -90,8 +89,7 @@ class StoredAutoencoder:
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
         with atomic(path) as temporary:
-            safetensors.torch.save_file(self.tensors(), temporary, {METADATA: json.dumps(self.about)})
-            share(temporary)
+            write_file(temporary, self.tensors(), {METADATA: json.dumps(self.about)})
 
     def __deepcopy__(self, memo: object) -> StoredAutoencoder:
         return self
@@ -175,15 +173,10 @@ def _of_diffusers(path: Path, name: str) -> StoredAutoencoder:
 
 def _read(path: Path) -> StoredAutoencoder | None:
     """The autoencoder of a file; None if it is another file of safetensors."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            about = (file.metadata() or {}).get(METADATA)
-            if about is None or (file.metadata() or {}).keys() != {METADATA}:
-                return None
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise CorruptCheckpoint(f"{path} is damaged or not a safetensors file ({error}). Copy it again.") from error
-    return StoredAutoencoder.of(parse_json(about.encode(), path), weights, str(path))
+    metadata, weights = read_file(path)
+    if metadata.keys() != {METADATA}:
+        return None
+    return StoredAutoencoder.of(parse_json(metadata[METADATA].encode(), path), weights, str(path))
 
 
 def attached(kind: DataKind, folder: Path) -> StoredAutoencoder | None:

@@ -135,8 +135,7 @@ def write_files(folder: Path, snapshot: Snapshot, part: str = "") -> Files:
     files: Files = {}
     for name, tensors in snapshot.tensors.items():
         path = folder / f"{name}{part}.safetensors"
-        safetensors.torch.save_file(dict(tensors), path)
-        io.share(path)
+        write_file(path, tensors)
         files |= _synced(path)
     return files
 
@@ -428,6 +427,24 @@ def open_tensors(checkpoint: Checkpoint, name: str) -> dict[str, OnDisk]:
             files = [*(before.files if before else ()), (file, shape[0] if shape else 1)]
             found[key] = OnDisk(key, (sum(rows for _, rows in files), *shape[1:]) if shape else (), files)
     return found
+
+
+def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a safetensors file."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise CorruptCheckpoint(
+            f"{path} is damaged or not a safetensors file ({error}). Copy it again, or write it again by `bsi export`. "
+            f"Pickles (.pt, .pth, .ckpt) can run code: never loaded."
+        ) from error
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that everyone can read who can read its folder."""
+    safetensors.torch.save_file(dict(tensors), path, metadata)
+    io.share(path)
 
 
 def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:

@@ -140,8 +140,14 @@ class World:
         if self.size > 1:
             dist.broadcast(tensor, src=0)
 
-    def agree(self, error: BsiError | None) -> None:
-        """Raise on every rank if there is an error on one: its own error there, a short note elsewhere."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on every rank if the block raises a BsiError on one: its own error there, a short note elsewhere."""
+        error = None
+        try:
+            yield
+        except BsiError as raised:
+            error = raised
         codes = self.gather(torch.tensor([0 if error is None else error.code], device=self.device))
         if error is not None:
             raise error

@@ -32,7 +32,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import safetensors
-import safetensors.torch
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
@@ -41,6 +40,7 @@ from bsi.backbones.acceleration import compile_like
 from bsi.errors import UsageError
 from bsi.io import atomic
 from bsi.model import Model
+from bsi.runtime.checkpoint import write_file
 
 LARGE = 2**20  # elements: a pass over such a tensor takes longer than a kernel launch
 
@@ -164,7 +164,7 @@ def store_averages(run: Path, step: int, state: Mapping[str, Tensor]) -> None:
     folder.mkdir(exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     with atomic(folder / f"step-{step:08d}.safetensors") as temporary:
-        safetensors.torch.save_file(tensors, temporary)
+        write_file(temporary, tensors)
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[int, dict[str, Tensor]]:

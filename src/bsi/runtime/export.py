@@ -30,8 +30,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, cast
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +42,7 @@ from bsi.backbones.layers import Backbone
 from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError, extra
-from bsi.io import atomic, check_writable, make_folder, share, write_json, write_text
+from bsi.io import atomic, check_writable, make_folder, write_json, write_text
 from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.model import Model
@@ -116,12 +114,17 @@ class DataSpec:
         """The shape of a sample's values, which networks are built for."""
         return self.kind.latent_shape(self.shape)
 
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], int | None, int]:
+        """What networks are built for: the shape of a sample's values, the number of bins, that of classes."""
+        return self.latent_shape, None if self.bins is None else self.bins.count, self.classes
+
     def build(self, config: BackboneConfig) -> Backbone:
         """A network for this data."""
         if isinstance(config, AutoencoderConfig) and self.bins is None:
             got = f"got {self.name} of {type(self.kind).__name__.lower()}"
             raise UsageError(f"an autoencoder is trained on images, {got}. Name a dataset of images with --data.name.")
-        return build(config, self.latent_shape, None if self.bins is None else self.bins.count, self.classes)
+        return build(config, *self.sizes)
 
 
 @dataclass(frozen=True)
@@ -366,16 +369,8 @@ def _trained_in(folder: Path) -> list[Path]:
 def _read_export(path: Path, step: int | None) -> Trained:
     if step is not None:
         raise UsageError(f"{path} is an exported file, which holds a single step. Leave step out.")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise CorruptCheckpoint(
-            f"{path} is damaged or not a safetensors file ({error}). Copy it again, or write it again by `bsi export`. "
-            f"Pickles (.pt, .pth, .ckpt) can run code: never loaded."
-        ) from error
     given: dict[str, Any] = {}
+    metadata, weights = checkpoint.read_file(path)
     try:
         given = json.loads(metadata[METADATA])
         if given["format"] != EXPORT_FORMAT:
@@ -434,8 +429,7 @@ def write_export(path: Path, trained: Trained) -> Path:
         weights |= {f"{CODER}{name}": tensor for name, tensor in trained.autoencoder.tensors().items()}
         metadata[autoencoders.METADATA] = json.dumps(trained.autoencoder.about)
     with atomic(path, "--out") as temporary:
-        safetensors.torch.save_file(weights, temporary, metadata)
-        share(temporary)
+        checkpoint.write_file(temporary, weights, metadata)
     return path
 
 

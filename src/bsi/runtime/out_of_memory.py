@@ -31,24 +31,21 @@ def check_host(recipe: Recipe, data: DataSpec, world: World) -> None:
 
     A rank that shards a network builds it on its host first; on a CPU, the steps need memory of the host.
     """
-    memory = _estimate(recipe, data, world)
-    if recipe.sharded and recipe.backbone is not None:
-        config, bins_count = recipe.backbone, None if data.bins is None else data.bins.count
-        weights = 4 * cost(config, data.latent_shape, bins_count, data.classes).parameters
-        there = host_memory(world.place.local_size)
-        sizes = f"got {readable_bytes(weights)}, and this process can have {readable_bytes(there)}"
-        message = (
-            f"not enough memory: each rank builds all weights on its host before it keeps its part, {sizes}. Use hosts "
-            f"with more memory, fewer ranks on each, or a smaller --backbone."
-        )
-        world.agree(UsageError(message) if weights > there else None)
-    if world.device.type != "cpu" or memory is None:
-        return
-    needed = round(LEAST * (memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT))
-    there = available(world.device, world.place.local_size)
-    sizes = f"at least {readable_bytes(needed)}, and this process can have {readable_bytes(there)}"
-    what = f"not enough memory: a step takes {sizes}"
-    world.agree(UsageError(_advice(recipe, data, world, what)) if needed > there else None)
+    memory, sharing = _estimate(recipe, data, world), world.place.local_size
+    with world.together():
+        if recipe.sharded and recipe.backbone is not None:
+            weights, there = 4 * cost(recipe.backbone, *data.sizes).parameters, host_memory(sharing)
+            if weights > there:
+                raise UsageError(
+                    f"not enough memory: each rank builds all weights on its host before it keeps its part, got "
+                    f"{readable_bytes(weights)}, and this process can have {readable_bytes(there)}. Use hosts with "
+                    f"more memory, fewer ranks on each, or a smaller --backbone."
+                )
+        if world.device.type == "cpu" and memory is not None:
+            needed = round(LEAST * (memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT))
+            if needed > (there := available(world.device, sharing)):
+                sizes = f"at least {readable_bytes(needed)}, and this process can have {readable_bytes(there)}"
+                raise UsageError(_advice(recipe, data, world, f"not enough memory: a step takes {sizes}"))
 
 
 @contextmanager
@@ -88,21 +85,10 @@ def _estimate(recipe: Recipe, data: DataSpec, world: World) -> Memory | None:
     half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
     form = form_of(config, half, world.device, recipe.lean) if recipe.compile and not recipe.audit else "plain"
     form = "compiled" if recipe.sharded and form == "fused" else form  # as in sharding.py
-    bins_count = None if data.bins is None else data.bins.count
     averages, kind = 1 + len(recipe.ema.powers), recipe.optimizer.kind
     shards = (world.place.local_size if recipe.parallel == "hsdp" else world.size) if recipe.sharded else None
-    return training_memory(
-        config,
-        data.latent_shape,
-        bins_count,
-        data.classes,
-        form,
-        half is not None,
-        averages,
-        kind,
-        shards,
-        recipe.accumulation > 1,
-    )
+    accumulates = recipe.accumulation > 1
+    return training_memory(config, *data.sizes, form, half is not None, averages, kind, shards, accumulates)
 
 
 def _advice(recipe: Recipe, data: DataSpec, world: World, what: str) -> str:

@@ -42,8 +42,8 @@ from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages
 from bsi.runtime.run_folder import RunFolder, Sink, read_journal
-from bsi.training.dataset import TrainingData
-from bsi.training.step import Engine, Piece, Stream, piece_ids, piece_levels
+from bsi.training.dataset import Piece, Stream, TrainingData, piece_ids, piece_levels
+from bsi.training.step import Engine
 from bsi.values import Standardize
 
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.
@@ -201,7 +201,7 @@ class Loop:
         """Pass the state to the saver, on the ranks that write it."""
         step = self.engine.steps_done
         self.watchdog.at(step, "save")
-        if self.engine.layout.writes:
+        if self.engine.writes:
             self.saver.save(Snapshot(step, self.engine.tensors(), {**self.about, "evaluation_pending": self.pending}))
 
     def _finish_saves(self) -> None:
@@ -223,8 +223,8 @@ class Loop:
         A sharded state can be saved only by all ranks, that is, after an error that all have raised.
         """
         engine = self.engine
-        alone = self.world.first and (self.world.size == 1 or not engine.layout.sharded)
-        possible = alone or (together and engine.layout.writes)
+        alone = self.world.first and (self.world.size == 1 or not engine.sharded)
+        possible = alone or (together and engine.writes)
         if not possible or engine.updating or phase == "save":
             return
         with suppress(Exception):  # the first error is the one to raise

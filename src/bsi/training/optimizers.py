@@ -39,7 +39,7 @@ Orthogonalize = Callable[[Tensor, int], Tensor]
 class Optimizers:
     """The optimizers of a network's parameters, with the recipe's settings.
 
-    `parts` are a rank's parts of the parameters, by name, of which `orthogonalize` gathers matrices (parallel.py).
+    `parts` are a rank's parts of the parameters, by name, of which `orthogonalize` gathers matrices (sharding.py).
     """
 
     def __init__(

@@ -8,7 +8,7 @@ network's random numbers come from torch's generator, whose seed each replay rea
 The first steps run normally, on the stream that will record: they choose algorithms, compile, and allocate the
 workspace of matrix products, which belongs to a stream. A recording never releases its memory, and evaluations need
 memory too, so a step that takes a large share of it is not recorded. It would gain nothing, since the device is then
-slower than the host. `replayable` in step.py lists the other steps that are not recorded.
+slower than the host. `replayable` lists the other steps that are not recorded.
 
 If recording fails, the state is unchanged: kernels do not run while they are recorded, and every step begins by
 clearing the gradients that the attempt left. All steps then run normally, on the caller's stream.
@@ -24,10 +24,25 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from bsi.backbones.layers import Backbone
 from bsi.devices import available
+from bsi.model import Model
+from bsi.recipe import Recipe
+from bsi.runtime.distributed import World
 
 PLAIN_STEPS = 3
 LARGEST_SHARE = 0.4  # largest fraction of the available memory that a recorded step may take
+MOST_LABELS = 3072  # for larger batches the gradient of torch's embedding sorts the labels and synchronizes
+
+
+def replayable(recipe: Recipe, model: Model, world: World) -> bool:
+    """Whether a step is a single batch that never waits for the host.
+
+    A network passed by the caller might, and the gradient of an embedding of many labels does.
+    """
+    single = world.size == 1 and not recipe.sharded and recipe.accumulation == 1 and not recipe.audit
+    few = not recipe.data.labels or recipe.batch <= MOST_LABELS
+    return recipe.compile and single and few and isinstance(model.denoiser.backbone, Backbone)
 
 
 class Replay:

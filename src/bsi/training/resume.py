@@ -12,14 +12,13 @@ The first rank reads and prints; all ranks raise together.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from bsi.errors import BsiError, UsageError
+from bsi.errors import UsageError
 from bsi.recipe import Change, Recipe, changes, flat, from_plain
 from bsi.runtime import checkpoint
 from bsi.runtime.checkpoint import Checkpoint
@@ -37,17 +36,6 @@ SHOWN = 7  # changes in a message of at most ten lines
 Log = Callable[[str], None]
 
 
-@contextmanager
-def together(world: World) -> Iterator[None]:
-    """Raise on all ranks if the block raises a BsiError on one."""
-    error = None
-    try:
-        yield
-    except BsiError as raised:
-        error = raised
-    world.agree(error)
-
-
 @dataclass(frozen=True)
 class Resumed:
     """The point from which a run resumes. Only the first rank has the checkpoint; `Engine.share` sends its state."""
@@ -63,7 +51,7 @@ def find_checkpoint(
 ) -> Resumed:
     """Find the checkpoint to resume from, and raise if the current settings do not fit it."""
     found = None
-    with together(world):
+    with world.together():
         if world.first and (found := checkpoint.find(folder.checkpoints, log)) is not None:
             state = found.state
             before = folder.read_record() or RunRecord(from_plain(Recipe, state["recipe"]), str(state["network"]))
@@ -97,26 +85,33 @@ def _in_units_of(found: Checkpoint | None, data: DataSpec, world: World) -> Data
     return replace(data, kind=replace(data.kind, mean=units[0], std=units[1]))
 
 
+@torch.no_grad()
 def restore(engine: Engine, found: Checkpoint | None, root: Path, log: Log) -> None:
-    """Load a checkpoint's state into the engine: on the rank that has found it, or each rank's rows of sharded tensors.
+    """Load a checkpoint's state into the engine of each rank, and share the state of the first rank.
 
-    `root` is the folder of the checkpoints.
+    The first rank has found the checkpoint, in the folder `root`. Ranks read their rows of sharded tensors themselves.
     """
-    if engine.layout.sharded:
-        step = torch.tensor(-1 if found is None else found.step, device=engine.world.device)
-        engine.world.broadcast(step)
+    world = engine.world
+    if engine.sharded:
+        step = torch.tensor(-1 if found is None else found.step, device=world.device)
+        world.broadcast(step)
         if found is None and step >= 0:
             found = Checkpoint(root / f"step-{int(step):08d}", int(step), {})
-    with together(engine.world):
+    with world.together():
         if found is not None:
             if not found.folder.is_dir():
                 raise UsageError(
-                    f"rank {engine.world.rank} does not see {found.folder}, from which it must read its part. Use an "
-                    f"--out on a file system that all hosts share."
+                    f"rank {world.rank} does not see {found.folder}, from which it must read its part. Use an --out on "
+                    f"a file system that all hosts share."
                 )
             engine.restore(found.step, {name: checkpoint.open_tensors(found, name) for name in engine.state()})
-            if engine.world.first:
+            if world.first:
                 log(f"resuming from {found.folder}")
+    step = torch.tensor(engine.steps_done, device=world.device)
+    whole = (t for group in engine.state().values() for t in group.values() if engine.place(t)[1] is ...)
+    for tensor in (step, *whole):
+        world.broadcast(tensor)
+    engine.steps_done = int(step)
 
 
 def check_changes(

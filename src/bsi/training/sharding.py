@@ -1,18 +1,23 @@
 """Sharding by torch's FSDP2: a rank has 1 / N of the rows of each parameter, moment and average.
 
+    fsdp     a block's parameters are gathered before it is computed
+    hsdp     the same over the ranks of one host; hosts have copies, and sum the gradients of their parts
+
 The unit that is gathered is a block, or another layer of more than a million parameters; the rest is one more unit.
 Blocks are gathered and compute in the run's 16 bits if it has them; gradients are summed in float32. The norm of the
 gradient is a sum over ranks, and Muon gathers one matrix at a time. A checkpoint holds every rank's rows.
 
 Every rank builds the network on its host as a single rank would, takes the first rank's weights, and keeps its rows:
 sharded weights are those of an unsharded build to the bit, for any network. A rank's host needs memory for all weights
-until then. For an evaluation every rank gathers the average of all weights into a plain copy of the network.
+until then. For an evaluation every rank gathers the average of all weights into a plain copy of the network. In the
+audit mode every rank has all of it: a vectorized update rounds the last elements of a tensor differently, so that parts
+would not have the bits of the whole.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -31,25 +36,23 @@ from bsi.backbones.layers import Backbone, Wide
 from bsi.devices import compiles
 from bsi.errors import UsageError
 from bsi.model import Model
-from bsi.recipe import Optimizer, Recipe
+from bsi.recipe import Recipe
 from bsi.runtime.checkpoint import Peers
 from bsi.runtime.distributed import Mail, World
 from bsi.runtime.ema import lerp_
+from bsi.training.dataset import Stream
 from bsi.training.optimizers import Optimizers, polar
-from bsi.training.parallel import Layout, Rows
+from bsi.training.step import Engine, Rows
 
 
-def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None) -> Shards:
-    """Divide a model among the ranks, in place."""
+def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None, shards: int) -> None:
+    """Divide a model among groups of `shards` ranks, in place."""
     backbone, kind = model.denoiser.backbone, world.device.type
     blocks = blocks_of(backbone)
-    meta = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
-    skeleton = copy.deepcopy(model, meta).eval()
     for tensor in backbone.state_dict().values():
         there = tensor.to(world.device)
         world.broadcast(there)
         tensor.copy_(there)
-    shards = world.place.local_size if recipe.parallel == "hsdp" else world.size
     sizes = (shards,) if shards == world.size else (world.size // shards, shards)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
     for block in [*large_layers(backbone, blocks), *reversed(blocks)]:  # inner blocks before those around them
@@ -60,7 +63,7 @@ def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None) 
     fully_shard(backbone, mesh=mesh, reshard_after_forward=True)
     if isinstance(backbone, Backbone) and recipe.compile and compiles(world.device):
         compile_regions(backbone)
-    return Shards(model.to(world.device), world, shards, skeleton)
+    model.to(world.device)
 
 
 def blocks_of(backbone: nn.Module) -> list[nn.Module]:
@@ -85,36 +88,33 @@ def large_layers(backbone: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
     return [m for m in leaves if sum(p.numel() for p in m.parameters()) > LARGE_LAYER]
 
 
-class Shards(Layout):
-    """FSDP: every rank has some rows of each parameter, as torch.chunk divides them."""
+class ShardedEngine(Engine):
+    """Every rank has some rows of each parameter, as torch.chunk divides them."""
 
     sharded = True
 
-    def __init__(self, model: Model, world: World, shards: int, skeleton: Model) -> None:
-        super().__init__(model, world)
-        self.skeleton = skeleton
-        self.shards, self.index = shards, world.rank % shards
-        self.divisor = 1
-        self.modules = [m for m in self.backbone.modules() if isinstance(m, FSDPModule)]
-        for module in self.modules:
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
-            module.set_gradient_divide_factor(1.0)
-            module.unshard()  # now FSDP has arranged the parts in memory
-            module.reshard()
-        self.sharded_parameters = {n: cast(DTensor, p) for n, p in self.backbone.named_parameters()}
-        self.parts = {
-            n: nn.Parameter(p.to_local().detach(), p.requires_grad) for n, p in self.sharded_parameters.items()
-        }
-        mesh = next(iter(self.sharded_parameters.values())).device_mesh
+    def divide(self) -> None:
+        model, world = self.model, self.world
+        meta = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
+        skeleton = copy.deepcopy(model, meta).eval()
+        self.shards = world.place.local_size if self.recipe.parallel == "hsdp" else world.size
+        self.index, self.divisor = world.rank % self.shards, 1
+        self.writes = world.rank < self.shards  # with hsdp, the others have copies
+        shard(self.recipe, model, world, self.half, self.shards)
+        for module in self.backbone.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+                module.set_gradient_divide_factor(1.0)
+                module.unshard()  # now FSDP has arranged the parts in memory
+                module.reshard()
+        self.whole = {n: cast(DTensor, p) for n, p in self.backbone.named_parameters()}
+        self.parts = {n: nn.Parameter(p.to_local().detach(), p.requires_grad) for n, p in self.whole.items()}
+        mesh = next(iter(self.whole.values())).device_mesh
         self.group = mesh.get_group(mesh.ndim - 1)
+        self.ema = ShardedAverage(self, skeleton)
+        self.optimizer = Optimizers(self.backbone, self.recipe.optimizer, self.parts, self._orthogonalize)
 
-    def average(self) -> ShardedAverage:
-        return ShardedAverage(self, self.skeleton)
-
-    def optimizers(self, settings: Optimizer) -> Optimizers:
-        return Optimizers(self.backbone, settings, self.parts, self._orthogonalize)
-
-    def begin(self, backward: Callable[[], None]) -> None:
+    def begin(self, stream: Stream) -> None:
         """FSDP always sums in the same order."""
 
     @contextmanager
@@ -124,11 +124,11 @@ class Shards(Layout):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        for p in self.sharded_parameters.values():
+        for p in self.whole.values():
             p.grad = None
 
     def collect(self) -> None:
-        for part, p in zip(self.parts.values(), self.sharded_parameters.values(), strict=True):
+        for part, p in zip(self.parts.values(), self.whole.values(), strict=True):
             part.grad = None if p.grad is None else cast(DTensor, p.grad).to_local()
 
     def norm(self) -> Float[Tensor, ""]:
@@ -141,7 +141,7 @@ class Shards(Layout):
         return polar(self._gather(matrices.movedim(1, 0), rows).movedim(0, 1))[:, self._rows(rows)]
 
     def stored(self, name: str, part: Tensor) -> Tensor:
-        like = self.sharded_parameters.get(name)
+        like = self.whole.get(name)
         if like is None or part.ndim == 0:  # a step count
             return part
         return DTensor.from_local(
@@ -156,10 +156,6 @@ class Shards(Layout):
             return super().written(tensor)
         part = tensor.to_local()
         return part if len(part) else None
-
-    @property
-    def writes(self) -> bool:
-        return self.world.rank < self.shards  # with hsdp, the others have copies
 
     def peers(self, timeout_s: float) -> Peers | None:
         if self.shards == 1 or not self.writes:
@@ -189,25 +185,25 @@ class ShardedAverage:
     each other: `skeleton` is the model with parameters on the meta device.
     """
 
-    def __init__(self, layout: Shards, skeleton: Model) -> None:
-        self._layout, self._skeleton = layout, skeleton
-        self._averages = {name: part.detach().clone() for name, part in layout.parts.items()}
+    def __init__(self, engine: ShardedEngine, skeleton: Model) -> None:
+        self._engine, self._skeleton = engine, skeleton
+        self._averages = {name: part.detach().clone() for name, part in engine.parts.items()}
 
     @torch.no_grad()
     def update(self, weight: Float[Tensor, ""]) -> None:
         """Update the average with the current weights."""
-        lerp_(list(self._averages.values()), [p.detach() for p in self._layout.parts.values()], weight)
+        lerp_(list(self._averages.values()), [p.detach() for p in self._engine.parts.values()], weight)
 
     @contextmanager
     def evaluating(self) -> Iterator[Model]:
         """The model with the average, in evaluation mode; all ranks must enter together."""
         state = self.state()
-        for mine, theirs in zip(self._skeleton.buffers(), self._layout.model.buffers(), strict=True):
+        for mine, theirs in zip(self._skeleton.buffers(), self._engine.model.buffers(), strict=True):
             swap_tensors(mine, theirs.clone())
         parameters = dict(self._skeleton.denoiser.backbone.named_parameters())
         try:
             for name, parameter in parameters.items():
-                swap_tensors(parameter, nn.Parameter(self._layout.gathered(state[name]), requires_grad=False))
+                swap_tensors(parameter, nn.Parameter(self._engine.gathered(state[name]), requires_grad=False))
             yield self._skeleton
         finally:
             for parameter in parameters.values():
@@ -216,6 +212,6 @@ class ShardedAverage:
     def state(self) -> dict[str, Tensor]:
         """The tensors of the network with the average, by name."""
         return {
-            name: self._layout.stored(name, self._averages[name]) if name in self._averages else buffer
-            for name, buffer in self._layout.backbone.state_dict().items()
+            name: self._engine.stored(name, self._averages[name]) if name in self._averages else buffer
+            for name, buffer in self._engine.backbone.state_dict().items()
         }

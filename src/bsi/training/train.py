@@ -40,12 +40,11 @@ from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
 from bsi.sampler import Sampler
 from bsi.sampling import levels_of
-from bsi.training.dataset import open_training_data
+from bsi.training.dataset import Stream, open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
-from bsi.training.parallel import check_layout
-from bsi.training.resume import find_checkpoint, restore, together
-from bsi.training.step import Engine, Stream
+from bsi.training.resume import find_checkpoint, restore
+from bsi.training.step import Engine, engine_of
 from bsi.values import DataKind, Symbols
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
@@ -143,9 +142,9 @@ def train(
         folder = RunFolder(Path(out) if out is not None else Path("runs") / recipe.name)
         timeout_s = min(hang_after_s, LONGEST_S) + 60
         world = enter(join(device, timeout_s, alone=recipe.sharded))
-        check_layout(recipe, world)
+        _check_layout(recipe, world)
         enter(_numerics(recipe, world))
-        with together(world):
+        with world.together():
             if world.first:
                 enter(folder.made())
                 folder = replace(folder, check=enter(hold(folder.path, log)).check)
@@ -178,12 +177,11 @@ def train(
             if init_from is not None and resumed.checkpoint is None:
                 set_weights(model, read_trained(Path(init_from)), str(init_from))
             model = _fastest(model if recipe.sharded else model.to(world.device), recipe, half).train()
-            engine = enter(closing(Engine(recipe, model, world, half)))
+            engine = enter(closing(engine_of(recipe, model, world, half)))
         if begin is not None:
             begin()
         _check_threads(engine, log_once)
         restore(engine, resumed.checkpoint, folder.checkpoints, log)
-        engine.share()
 
         # ---- The journal, the checkpoints and the loop ----
         done, journal = engine.steps_done, list[Sink]()
@@ -196,7 +194,7 @@ def train(
             journal.append(run_folder.JsonLines(folder, done, [name for name in possible if name in due]))
         progress = enter(Progress("train", recipe.steps, "step", done, None if world.first else StringIO()))
         enter(_status(folder, engine, world))
-        peers = engine.layout.peers(timeout_s)
+        peers = engine.peers(timeout_s)
         saver = enter(closing(Saver(folder.checkpoints, recipe.keep, folder.check, peers)))  # it needs the lock
         source, shape = opened.train, spec.latent_shape
         stream = enter(closing(Stream(recipe, source, shape, world, done, opened.labels, spec.classes)))
@@ -268,6 +266,18 @@ def _numerics(recipe: Recipe, world: World) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _check_layout(recipe: Recipe, world: World) -> None:
+    """Raise if the ranks of this run cannot share a network as the recipe says."""
+    kind, size, local = recipe.parallel, world.size, world.place.local_size
+    if kind != "ddp" and size == 1 and world.device.type == "cpu":
+        raise UsageError(f"--parallel {kind} divides a network among ranks, got one CPU process. Use --parallel ddp.")
+    if kind == "hsdp" and (size % local or local == 1 or local == size):
+        raise UsageError(
+            f"--parallel hsdp needs several hosts with an equal number of ranks, at least two on each: got {size} "
+            f"rank{'s' if size > 1 else ''}, {local} on this host. Use --parallel fsdp."
+        )
+
+
 def _check_model(model: Model, recipe: Recipe) -> None:
     """Raise if the recipe cannot train this model, or draw samples from it."""
     for name, parameter in model.denoiser.backbone.named_parameters():
@@ -287,7 +297,7 @@ def _check_model(model: Model, recipe: Recipe) -> None:
 def _fastest(model: Model, recipe: Recipe, half: torch.dtype | None) -> Model:
     """The model with its network in the fastest form, before the optimizer refers to the weights.
 
-    The fused forms use the weights of all blocks at once; a sharded network is compiled block by block (parallel.py).
+    The fused forms use the weights of all blocks at once; a sharded network is compiled block by block (sharding.py).
     """
     network, fast = model.denoiser.backbone, recipe.compile and not recipe.audit and not recipe.sharded
     if isinstance(network, Backbone):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import bsi
 from bsi import BFN, BSI, VDM, Bins
-from bsi.codec import compress, decompress, pack, unpack
+from bsi.codec import compress, decompress
+from bsi.codec_file import pack, unpack
 from bsi.errors import BsiError, DataError, UsageError
 
 pytest.importorskip("constriction")

@@ -21,6 +21,7 @@ LAYERS = [
         "adapters",
         "bound",
         "codec",
+        "codec_file",
         "conditioning",
         "consistency",
         "control_variate",

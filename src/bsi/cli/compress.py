@@ -210,7 +210,7 @@ def _images(folder: Path, model: Model) -> np.ndarray:
 
 def _rate(blob: bytes, model: Model, index: Tensor, steps: int) -> dict[str, float]:
     """The rate that is spent in the first steps of the chain of a file, and the error of the predictions after them."""
-    from bsi.codec import read_variance, unpack
+    from bsi.codec_file import read_variance, unpack
     from bsi.evaluation.likelihoods import rate_distortion
 
     header, _ = unpack(blob)

@@ -22,6 +22,7 @@ constriction (asymmetric numeral systems). codec_file.py has the file.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -54,9 +55,10 @@ from bsi.values import Bins
 from bsi.variance import Variance, basis_of
 
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
-# Grid points on either side of the mean with nonzero probability (at least 2^-24): REACH for q, LEAST to MOST for p.
-REACH, LEAST, MOST = 12, 64, 1 << 12
-DEVIATIONS, FURTHEST = 20, 1 << 20  # a long step with a large variance reaches this many standard deviations instead
+RESTS = 128  # values of the rest of a mean, in a grid point
+NARROWEST, WIDEST, WIDTH_STEP = 0.02, 1e6, 0.01  # of standard deviations in grid points; the step is in the logarithm
+LONGEST = 1 << 8  # a longer table is computed as it is needed
+FURTHEST = 1 << 20  # grid points from the end of a table to the last latent that can be coded
 # A batch starts only if the stack holds this multiple of the bits that it is expected to take, and these bits more.
 MARGIN, RESERVE = 1.1, 64
 PROBES = 4  # predictions whose hash a decoder compares before it starts
@@ -223,9 +225,6 @@ class _Chain:
         self.std[0] = math.sqrt(self.information[0])
         narrower = np.minimum(self.std, np.sqrt(np.append(math.inf, self.gained)))
         self.spacing = np.where(narrower > 0, SPACING * narrower, 1.0)  # BFN's first latent is 0
-        # p must be able to code any draw of q, even if the prediction is wrong by the whole range of the data.
-        wrong = (bins.high - bins.low) * self.gained / self.spacing[1:]
-        self.reach = [LEAST, *np.minimum(MOST, LEAST + np.floor(wrong)).astype(int).tolist()]
 
     @property
     def held_bits(self) -> float:
@@ -266,7 +265,7 @@ class _Chain:
         for i in np.linspace(0, self.last, PROBES).astype(int).tolist():
             eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
             for found in self._predict(i, eps * math.sqrt(self.information[i])):
-                sha.update(found.numpy().tobytes())
+                sha.update(found.cpu().numpy().tobytes())
         return sha.hexdigest()
 
     def _coordinates(self, index: Integer[np.ndarray, "batch n"]) -> Coordinates:
@@ -275,46 +274,44 @@ class _Chain:
 
     def _start(self, x: Coordinates) -> _GridNormal:
         """q(s_0 | x)."""
-        return _GridNormal(self.alpha[0] * x, self.std[0], self.spacing[0], REACH)
+        return _GridNormal(self.alpha[0] * x, self.std[0], self.spacing[0])
 
     def _end(self, x: Coordinates, first: Places) -> _GridNormal:
         """q(s_k | s_0, x)."""
         mean = first * self.spacing[0] + self.known[-1] * x
-        return _GridNormal(mean, self.std[-1], self.spacing[-1], REACH)
+        return _GridNormal(mean, self.std[-1], self.spacing[-1])
 
     def _bridge(self, i: int, first: Places, later: Places) -> _GridNormal:
         """q(s_i | s_{i+1}, s_0)."""
         share, start = self.known[i] / self.known[i + 1], first * self.spacing[0]
         mean = start + share * (later * self.spacing[i + 1] - start)
-        return _GridNormal(mean, self.std[i], self.spacing[i], REACH)
+        return _GridNormal(mean, self.std[i], self.spacing[i])
 
     def _prior(self, count: int) -> _GridNormal:
         """p(s_0)."""
         std = float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0]
-        return _GridNormal(np.zeros((count, self.n)), std, self.spacing[0], self.reach[0])
+        return _GridNormal(np.zeros((count, self.n)), std, self.spacing[0], tails=True)
 
     def _transition(self, i: int, place: Places) -> _GridNormal:
         """p(s_{i+1} | s_i)."""
-        gained, (x_hat, v) = self.gained[i], self._watched(i, place)
-        mean, std = (
-            place * self.spacing[i] + gained * self.basis.coordinates(x_hat).numpy(),
-            np.sqrt(gained + gained**2 * v.numpy()),
-        )
-        return _GridNormal(mean, std, self.spacing[i + 1], self.reach[i + 1])
+        latent, gained = place * self.spacing[i], self.gained[i]
+        x_hat, v = self._watched(i, latent)
+        mean = latent + gained * self.basis.coordinates(x_hat).cpu().numpy()
+        return _GridNormal(mean, np.sqrt(gained + gained**2 * v.cpu().numpy()), self.spacing[i + 1], tails=True)
 
     def _decoder(self, place: Places) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
         """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
-        x_hat, v = self._watched(self.last, place)
+        x_hat, v = self._watched(self.last, place * self.spacing[-1])
         mean = (x_hat - self.bins.low) / self.bins.width
         std = torch.sqrt(v + 1 / self.model.method.recon_precision) / self.bins.width
         return (
             _stream().model.QuantizedGaussian(0, self.bins.count - 1),
-            mean.numpy().reshape(-1),
-            std.numpy().reshape(-1),
+            mean.cpu().numpy().reshape(-1),
+            std.cpu().numpy().reshape(-1),
         )
 
-    def _watched(self, i: int, place: Places) -> tuple[Tensor, Tensor]:
-        x_hat, v = self._predict(i, place * self.spacing[i])
+    def _watched(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
+        x_hat, v = self._predict(i, latent)
         self.watch(i, x_hat)
         return x_hat, v
 
@@ -325,41 +322,78 @@ class _Chain:
         Without a variance the last prediction is the result of `method.decode`.
         """
         method, device = self.model.method, self.model.device
-        values = self.basis.values(torch.from_numpy(latent), torch.empty(len(latent), *self.model.shape))
+        values = self.basis.values(torch.from_numpy(latent).to(device), torch.empty(len(latent), *self.model.shape))
         psi = (values / self.scale[i] if self.scale[i] else torch.zeros_like(values)).float()
-        psi, level, predict = psi.to(device), self.levels[i].expand(len(psi)).to(device), self.model.denoiser
+        level, predict = self.levels[i].expand(len(psi)).to(device), self.model.denoiser
         decodes = i == self.last and self.variance is None
         x_hat = method.decode(psi, level, predict) if decodes else predict(psi, level)
         x_hat = torch.nan_to_num(x_hat).clamp(self.bins.low, self.bins.high)
         if self.variance is None:
-            v = torch.zeros(len(x_hat), self.n, dtype=torch.float64)
+            v = torch.zeros(len(x_hat), self.n, dtype=torch.float64, device=device)
         else:
             v = self.variance.at(level, psi, x_hat)
             v = v if i < self.last else self.basis.variances(v, x_hat).flatten(1)
-        return x_hat.cpu().double(), v.cpu()
+        return x_hat.double(), v
 
 
 class _GridNormal:
-    """A Normal on the multiples of `spacing`: its rounded mean, and the rest of it and its deviation in grid points."""
+    """Normals on the multiples of `spacing`, as a rounded mean and an offset from it in grid points.
 
-    def __init__(self, mean: Coordinates, std: np.ndarray | float, spacing: float, reach: int) -> None:
-        mean = mean / spacing
+    The rest of the mean and the standard deviation are rounded to few values, so that many latents share their
+    distribution and are coded by one call with one table. If an offset may lie in the `tails`, beyond the table, the
+    table's ends stand for it, and the distance from them is coded uniformly.
+    """
+
+    def __init__(self, mean: Coordinates, std: np.ndarray | float, spacing: float, tails: bool = False) -> None:
+        mean, self.tails = mean / spacing, tails
         self.center = np.rint(mean)
-        self.rest = (mean - self.center).reshape(-1)
-        std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, 1e-8))  # rounding adds 1/12
-        self.std = np.ascontiguousarray(np.broadcast_to(std, mean.shape)).reshape(-1)
-        self.reach = max(reach, min(FURTHEST, math.ceil(DEVIATIONS * float(self.std.max(initial=0)))))
-        self.normal = _stream().model.QuantizedGaussian(-self.reach, self.reach)
+        rest = np.rint((mean - self.center) * RESTS)
+        std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, NARROWEST**2))  # rounding adds 1/12
+        width = np.rint(np.log(np.minimum(std, WIDEST) / NARROWEST) / WIDTH_STEP)
+        shared = (width * (RESTS + 1) + rest + RESTS // 2).astype(np.int64).reshape(-1)
+        first = shared.min()
+        # NumPy sorts 16 bits in linear time.
+        self.order = np.argsort((shared - first).astype(np.min_scalar_type(shared.max() - first)), kind="stable")
+        shared = shared[self.order]
+        starts = np.append(0, np.flatnonzero(np.diff(shared)) + 1)
+        self.counts = np.diff(np.append(starts, len(shared))).tolist()
+        self.tables = [_table(*divmod(each, RESTS + 1)) for each in shared[starts].tolist()]
+        self.ends = np.repeat([end for end, _ in self.tables], self.counts)
 
     def pop(self, stack: Any) -> Places:
-        offset = stack.decode(self.normal, self.rest, self.std).reshape(self.center.shape)
-        return self.center.astype(np.int64) + offset
+        found = [stack.decode(table, count) for (_, table), count in zip(self.tables, self.counts, strict=True)]
+        offset = np.concatenate(found) - self.ends
+        if self.tails and len(beyond := np.flatnonzero(np.abs(offset) == self.ends)):
+            further = stack.decode(_stream().model.Uniform(FURTHEST), len(beyond))
+            offset[beyond] += np.sign(offset[beyond]) * further
+        places = self.center.astype(np.int64)
+        places.reshape(-1)[self.order] += offset
+        return places
 
     def push(self, stack: Any, place: Places) -> None:
-        offset = place - self.center.astype(np.int64)
-        if np.abs(offset).max(initial=0) > self.reach:
+        offset = (place - self.center.astype(np.int64)).reshape(-1)[self.order]
+        further = np.abs(offset) - self.ends
+        if len(further) and further.max() >= (FURTHEST if self.tails else 1):
             raise UsageError("a latent lies too far from its prediction to be coded. Use more steps, or train longer.")
-        stack.encode_reverse(offset.astype(np.int32).reshape(-1), self.normal, self.rest, self.std)
+        symbols = (np.clip(offset, -self.ends, self.ends) + self.ends).astype(np.int32)
+        if self.tails and len(beyond := np.flatnonzero(further >= 0)):
+            stack.encode_reverse(further[beyond].astype(np.int32), _stream().model.Uniform(FURTHEST))
+        stop = len(symbols)
+        for (_, table), count in zip(reversed(self.tables), reversed(self.counts), strict=True):
+            stack.encode_reverse(symbols[stop - count : stop], table)
+            stop -= count
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _table(width: int, rest: int) -> tuple[int, Any]:
+    """The last offset of a table, and the distribution of offsets -last to last, which are counted from 0."""
+    std, mean, model = NARROWEST * math.exp(width * WIDTH_STEP), (rest - RESTS // 2) / RESTS, _stream().model
+    last = 4 + math.ceil(6 * std)
+    if last > LONGEST:
+        return last, model.QuantizedGaussian(0, 2 * last, last + mean, std)
+    edges = torch.arange(-last, last + 2, dtype=torch.float64) - 0.5
+    mass = torch.diff(torch.special.ndtr((edges - mean) / std))
+    return last, model.Categorical(mass.numpy(), perfect=False, lazy=False)
 
 
 def _stream() -> Any:

@@ -138,9 +138,9 @@ class Decompress:
         def watch(step: int, x_hat: Tensor) -> None:
             progress.advance(len(x_hat))
             if step == len(first):
-                first.append(x_hat)
+                first.append(x_hat.cpu())
             if step == self.lossy_steps:
-                rough.append(x_hat)
+                rough.append(x_hat.cpu())
 
         started = time.perf_counter()
         with Progress("decompress", codec.evaluations(blob), "evaluation") as progress:

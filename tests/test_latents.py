@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bsi
 import bsi.codec
 from bsi.backbones import AutoencoderConfig, build, compile_regions, cost
-from bsi.backbones.config import training_memory
+from bsi.backbones.costs import training_memory
 from bsi.cli import main
 from bsi.cli.data import make_source
 from bsi.data import open_dataset

@@ -1,4 +1,4 @@
-"""The largest batch that fits into GPUs of common sizes, for every backbone, by the estimate of `bsi.backbones.config`.
+"""The largest batch that fits into GPUs of common sizes, for every backbone, by the estimate of `bsi.backbones.costs`.
 
     python docs/benchmarks/batches.py                     # 32 x 32 images in three channels, bfloat16
     python docs/benchmarks/batches.py --size 64 --ranks 8
@@ -13,7 +13,8 @@ import argparse
 from dataclasses import replace
 from typing import get_args
 
-from bsi.backbones.config import BackboneConfig, Form, OptimizerKind, resolve, training_memory
+from bsi.backbones.config import BackboneConfig, resolve
+from bsi.backbones.costs import Form, OptimizerKind, training_memory
 
 GIB = 2**30
 MEMORY = (8, 16, 24, 40, 80, 141)

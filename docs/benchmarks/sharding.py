@@ -18,7 +18,8 @@ from dataclasses import asdict
 
 import torch
 
-from bsi.backbones.config import DiTConfig, resolve, training_memory
+from bsi.backbones.config import DiTConfig, resolve
+from bsi.backbones.costs import training_memory
 from bsi.evaluation.speed import Case, measure
 
 WIDTH, HEADS, DEPTHS = 2048, 16, (40, 72, 80, 88, 96)

@@ -40,7 +40,8 @@ from cifar10_images import cifar10, cifar10_labels
 
 import bsi
 from bsi.backbones import accelerate, compute_dtype, freeze
-from bsi.backbones.config import UNetConfig, cost, resolve
+from bsi.backbones.config import UNetConfig, resolve
+from bsi.backbones.costs import cost
 from bsi.elbo import Elbo
 from bsi.errors import Preempted
 from bsi.evaluation.samples import drawn_images, image_batches
@@ -125,7 +126,7 @@ class Trapezoid(Optimizer):
 # ---- The candidates --------------------------------------------------------------------------------------------------
 
 # One change at a time, what may bring most first. Images/s of the networks in training: 128x8 6900 (measured);
-# 128-256-256x2 8460 at batch 512 (measured); others by `bsi.backbones.config.cost` at 320 TFLOP/s: 128-256x3 7100,
+# 128-256-256x2 8460 at batch 512 (measured); others by `bsi.backbones.costs.cost` at 320 TFLOP/s: 128-256x3 7100,
 # 128x12 4900, 192x4 5250, 128-256-256x3 6650, 192-256-256x2 6070.
 #
 # bpd: a quarter of VDM's levels reached 2.885 in 885 s without overfitting: the loss on training images was 2.88. So

@@ -18,7 +18,8 @@ import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from bsi.backbones.config import AutoencoderConfig, BackboneConfig, DiTConfig, MLPConfig, Parallel, UNetConfig
+from bsi.backbones.config import AutoencoderConfig, BackboneConfig, DiTConfig, MLPConfig, UNetConfig
+from bsi.backbones.costs import Parallel
 from bsi.devices import Precision
 from bsi.errors import UsageError
 from bsi.methods import METHODS, Method

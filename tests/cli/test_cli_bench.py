@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bsi.backbones import DiTConfig, cost, resolve
-from bsi.backbones.config import CONTEXT, training_memory
+from bsi.backbones.costs import CONTEXT, training_memory
 from bsi.cli.bench import Bench
 from bsi.errors import UsageError
 from bsi.evaluation.speed import Case, measure, since_process_start

@@ -43,7 +43,7 @@ CLOSE = 1e-5  # allowed on another machine or with another torch, relative and a
 # --- adapters: names of bsi that a refactor may move; adjust them only here -------------------------------------------
 
 from bsi.backbones import DiTConfig, MLPConfig, UNetConfig, build, cost, resolve  # noqa: E402
-from bsi.backbones.config import KNOWN_NAMES, training_memory  # noqa: E402
+from bsi.backbones.config import KNOWN_NAMES  # noqa: E402
 from bsi.brownian import BrownianPath  # noqa: E402
 from bsi.cli import main as command_line  # noqa: E402
 from bsi.data import open_dataset  # noqa: E402
@@ -433,7 +433,7 @@ def exports(tmp: Path) -> Iterator[Item]:
 
 
 def sizes(tmp: Path) -> Iterator[Item]:
-    """(8) Parameters, FLOPs and memory in closed form; the weights of seeded networks."""
+    """(8) Parameters and FLOPs in closed form; the weights of seeded networks."""
     shape, bins = (3, 32, 32), 256
     for name in KNOWN_NAMES:
         if name.startswith(("dit-h", "dit-g")):  # newer than the recorded values
@@ -441,14 +441,6 @@ def sizes(tmp: Path) -> Iterator[Item]:
         config = resolve(name)
         costs = [cost(config, shape, bins, classes) for classes in (0, 10)]
         yield item(f"{name} parameters, FLOPs", np.array([(c.parameters, c.flops) for c in costs]))
-        rows = []
-        forms = ("plain", "compiled") if name.startswith("mlp") else ("plain", "compiled", "fused", "lean")
-        for form in forms:
-            for half in (False, True):
-                m = training_memory(config, shape, bins, form=form, half=half)
-                rows.append([m.state, m.gradients, m.update, m.per_image, m.bytes(128), m.bytes(128, 8)])
-                rows[-1].append(m.largest(80 << 30))
-        yield item(f"{name} memory", np.array(rows))
     for name, config in (("dit", DIT), ("unet", UNET), ("mlp", MLP)):
         made = network(config)
         yield from hash_of(f"{name} at its beginning", made.state_dict(), rounded=True)

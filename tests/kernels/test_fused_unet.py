@@ -76,7 +76,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from bsi.backbones import UNetConfig, build, freeze
-from bsi.backbones.config import training_memory
+from bsi.backbones.costs import training_memory
 from bsi.kernels import fused_unet, unet_kernels
 from test_memory_account import kept_per_image
 

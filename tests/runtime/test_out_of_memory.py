@@ -12,7 +12,7 @@ import torch
 
 import bsi
 from bsi.backbones import Backbone, resolve
-from bsi.backbones.config import CONTEXT, training_memory
+from bsi.backbones.costs import CONTEXT, training_memory
 from bsi.cli import main
 from bsi.errors import UsageError
 from bsi.recipe import Evaluation, Every, Recipe

@@ -23,7 +23,8 @@ from torch import nn
 
 import bsi
 from bsi.backbones import build
-from bsi.backbones.config import BackboneConfig, Cluster, DiTConfig, cost, predict, resolve, training_memory, units
+from bsi.backbones.config import BackboneConfig, DiTConfig, resolve
+from bsi.backbones.costs import Cluster, cost, parts, predict, training_memory
 from bsi.cli import main
 from bsi.errors import UsageError
 from bsi.recipe import from_plain, to_plain
@@ -224,12 +225,12 @@ def test_the_units_that_are_gathered_are_those_of_the_closed_form(name: str) -> 
     with torch.device("meta"):
         network = build(name, shape, 256, num_classes=3)
     blocks = blocks_of(network)
-    counted = units(resolve(name), shape, 256, num_classes=3)
+    counted = parts(resolve(name), shape, 256, num_classes=3)
     sizes = [
         sorted(sum(p.numel() for p in m.parameters()) for m in ms) for ms in (blocks, large_layers(network, blocks))
     ]
-    assert sizes == [sorted(counted.blocks), sorted(counted.layers)]
-    assert sum(map(sum, sizes)) + counted.rest == sum(p.numel() for p in network.parameters())
+    assert sizes == [sorted(part.parameters for part in found) for found in (counted.blocks, counted.layers)]
+    assert sum(map(sum, sizes)) + counted.rest.parameters == sum(p.numel() for p in network.parameters())
 
 
 def test_what_stays_in_float32_is_not_gathered_in_16_bits() -> None:

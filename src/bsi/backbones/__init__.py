@@ -13,16 +13,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bsi.backbones.config import (
-    AutoencoderConfig,
-    BackboneConfig,
-    Cost,
-    DiTConfig,
-    MLPConfig,
-    UNetConfig,
-    cost,
-    resolve,
-)
+from bsi.backbones.config import AutoencoderConfig, BackboneConfig, DiTConfig, MLPConfig, UNetConfig, resolve
+from bsi.backbones.costs import Cost, cost
 from bsi.devices import Precision, compute_dtype
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from bsi.backbones.autoencoder import Autoencoder
-from bsi.backbones.config import BackboneConfig, DiTConfig, Form, UNetConfig
+from bsi.backbones.config import BackboneConfig, DiTConfig, UNetConfig
+from bsi.backbones.costs import Form
 from bsi.backbones.layers import Backbone
 from bsi.backbones.unet import UNet
 from bsi.devices import compiles

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from bsi import devices
-from bsi.backbones import config
+from bsi.backbones import config, costs
 from bsi.cli.options import Count, Device, Json, answer
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes
@@ -44,7 +44,7 @@ class Bench:
             backbone = replace(backbone, checkpoint=True)
         if self.parallel != "ddp" and (self.work != "train" or self.lean or self.precision == "fp8"):
             raise UsageError("--parallel fsdp is for training, without --lean and fp8. Leave it out.")
-        config.cost(backbone, shape, 256)  # raises for an impossible network, before memory is allocated
+        costs.cost(backbone, shape, 256)  # raises for an impossible network, before memory is allocated
         import torch
 
         from bsi.backbones import acceleration
@@ -66,10 +66,10 @@ class Bench:
         torch.zeros((), device=device).item()  # a GPU sets up its context at first use
         start.lap("device")
         if self.work == "train" and device.type == "cpu":  # the operating system would kill the process
-            memory = config.training_memory(backbone, shape, 256, form=form, half=half is not None)
-            needed, free = round(LEAST * (memory.bytes(self.batch) - config.CONTEXT)), devices.host_memory()
+            memory = costs.training_memory(backbone, shape, 256, form=form, half=half is not None)
+            needed, free = round(LEAST * (memory.bytes(self.batch) - costs.CONTEXT)), devices.host_memory()
             if needed > free:
-                fits = memory.largest(config.CONTEXT + round(free / MOST))
+                fits = memory.largest(costs.CONTEXT + round(free / MOST))
                 raise UsageError(
                     f"not enough memory: a training step with {self.batch} images at a time takes at least "
                     f"{readable_bytes(needed)}, and this process can have {readable_bytes(free)}. "

@@ -20,7 +20,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from bsi.backbones.config import AutoencoderConfig, Cluster, MLPConfig, cost, predict, resolve
+from bsi.backbones.config import AutoencoderConfig, MLPConfig, resolve
+from bsi.backbones.costs import Cluster, cost, predict
 from bsi.cli.options import Count, Device, Json, RunPath, answer, fill
 from bsi.cli.options import parse as parse_options
 from bsi.data import store

@@ -21,7 +21,7 @@ from torch import nn
 
 from bsi.backbones import Backbone, BackboneConfig, Precision, build, compute_dtype, cost
 from bsi.backbones.acceleration import accelerate, freeze
-from bsi.backbones.config import Parallel
+from bsi.backbones.costs import Parallel
 from bsi.elbo import measurement_loss
 from bsi.grids import paper_grid
 from bsi.levels import low_discrepancy

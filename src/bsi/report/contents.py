@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bsi.backbones.config import cost
+from bsi.backbones.costs import cost
 from bsi.data.baselines import baselines
 from bsi.data.store import find_dataset
 from bsi.elbo import measurement_loss

@@ -1,7 +1,7 @@
 """Out-of-memory errors of training, with the option that makes the step fit.
 
 A batch can be computed in more and smaller pieces (`--accumulation`), which changes only rounding and dropout masks.
-The number of images that fit is estimated by `bsi.backbones.config`; for a network passed by the caller half as many
+The number of images that fit is estimated by `bsi.backbones.costs`; for a network passed by the caller half as many
 are suggested.
 
 A GPU reports that its memory is full. Linux does not: an allocation succeeds, and the kernel kills the process when it
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bsi.backbones.acceleration import form_of
-from bsi.backbones.config import CONTEXT, DiTConfig, Memory, UNetConfig, cost, training_memory
+from bsi.backbones.config import DiTConfig, UNetConfig
+from bsi.backbones.costs import CONTEXT, Memory, cost, training_memory
 from bsi.devices import available, compute_dtype, host_memory, is_out_of_memory
 from bsi.errors import UsageError
 from bsi.progress import readable_bytes

@@ -37,7 +37,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from bsi.backbones.config import UNetConfig, cost
+from bsi.backbones.config import UNetConfig
+from bsi.backbones.costs import cost
 from bsi.bound import estimate as estimate_bound
 from bsi.data.batches import as_source
 from bsi.data.store import open_dataset

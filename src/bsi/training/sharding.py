@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from bsi.backbones.acceleration import compile_regions
-from bsi.backbones.config import LARGE_LAYER
+from bsi.backbones.costs import LARGE_LAYER
 from bsi.backbones.layers import Backbone, Wide
 from bsi.devices import compiles
 from bsi.errors import UsageError

@@ -59,7 +59,7 @@ class Preempted(BsiError):
 def unknown(kind: str, name: str, known: Collection[str]) -> UsageError:
     """The error for an unknown name, which suggests the nearest of the known ones."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return UsageError(f"unknown {kind} {name!r}: did you mean {near[0]!r}? The {kind}s are {', '.join(known)}.")
+    return UsageError(f"unknown {kind} {name!r}: did you mean {near[0]!r}? Use one of {', '.join(known)}.")
 
 
 @contextmanager

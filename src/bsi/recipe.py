@@ -25,7 +25,7 @@ from bsi.errors import UsageError
 from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.sampler import Sampler
-from bsi.values import CONTINUOUS, Bins, Latents, Standardize, Symbols
+from bsi.values import CONTINUOUS, KINDS
 
 SHARDS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -36,7 +36,6 @@ Action = Literal["journal", "evaluate", "sample", "checkpoint"]
 Record = TypeVar("Record")
 
 NETWORKS: dict[str, type] = {"dit": DiTConfig, "unet": UNetConfig, "mlp": MLPConfig, "autoencoder": AutoencoderConfig}
-DATA_KINDS: dict[str, type] = {"bins": Bins, "symbols": Symbols, "standardize": Standardize, "latents": Latents}
 # Fields that version 0.1.0 wrote under other names.
 FORMER = {
     "optimiser": "optimizer",
@@ -374,7 +373,7 @@ def _require(name: str, value: object, valid: bool, rule: str) -> None:
 
 def kinds() -> dict[str, type]:
     """The registered methods, the networks and the kinds of data, by the name that a file may give them."""
-    return {**METHODS, **NETWORKS, **DATA_KINDS}
+    return {**METHODS, **NETWORKS, **KINDS}
 
 
 def to_plain(value: Any) -> Any:

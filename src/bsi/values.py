@@ -403,6 +403,9 @@ class Latents(Standardize):
 
 
 DataKind = Bins | Symbols | Standardize | Latents
+KINDS: dict[str, type[DataKind]] = {  # by the name that a file gives them
+    "bins": Bins, "symbols": Symbols, "standardize": Standardize, "latents": Latents,
+}  # fmt: skip
 
 CONTINUOUS = Standardize(0.0, 1.0)  # continuous data in its own units
 

@@ -184,8 +184,7 @@ def test_a_distant_mean_loses_no_digits() -> None:
 
 def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = precision_recall(normal(120, 5, 6), normal(130, 5, 7))
-    monkeypatch.setattr(two_sample, "ROWS", 11)
-    monkeypatch.setattr(two_sample, "COLUMNS", 17)
+    monkeypatch.setattr(two_sample, "TILE", 11 * 130)
     assert precision_recall(normal(120, 5, 6), normal(130, 5, 7)) == whole
 
 

@@ -29,14 +29,11 @@ from jaxtyping import Integer, Shaped
 from bsi.data.files import ArrayFile
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import data_folder, digest_file, fingerprint, read_json
-from bsi.values import Bins, DataKind, Latents, Standardize, Symbols, check_classes
+from bsi.values import KINDS, Bins, DataKind, Symbols, check_classes
 
 DIGITS = Path(str(resources.files("bsi.data"))) / "digits"  # part of the package; ORIGIN.txt names its authors
 FORMAT = 1
 MANIFEST = "manifest.json"
-KINDS: dict[str, type[DataKind]] = {
-    "bins": Bins, "symbols": Symbols, "standardize": Standardize, "latents": Latents,
-}  # fmt: skip
 SPLITS = ("train", "test")
 AUTOENCODER = "autoencoder.safetensors"
 FILES = ("train.npy", "test.npy", "train_labels.npy", "test_labels.npy", AUTOENCODER)

@@ -18,6 +18,7 @@ manifold (is everything real generated?). Both grow with the number of samples: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from bsi.errors import DataError, NonFinite
 
-ROWS, COLUMNS = 1024, 8192  # of the tiles in which distances are computed: 64 MiB in float64
+TILE = 1 << 23  # distances that are computed at a time: 64 MiB in float64
 
 
 @dataclass(frozen=True)
@@ -93,27 +94,19 @@ def precision_recall(samples: Float[Tensor, "n dim"], real: Float[Tensor, "m dim
 
 def _radii(x: Float64[Tensor, "n dim"], k: int) -> Float64[Tensor, " n"]:
     """Squared distance of each sample to its k-th nearest neighbor."""
-    radii = []
-    for rows in x.split(ROWS):
-        nearest = rows.new_full((len(rows), k + 1), torch.inf)  # one more than k: the sample itself is among them
-        for columns in x.split(COLUMNS):
-            nearest = torch.cat([nearest, _squared(rows, columns)], 1).topk(k + 1, largest=False).values
-        radii.append(nearest[:, -1])
-    return torch.cat(radii)
+    # One more than k: the sample itself is among them.
+    nearest = (each.topk(k + 1, largest=False).values[:, -1] for each in _distances(x, x))
+    return torch.cat(list(nearest))
 
 
 def _inside(
     x: Float64[Tensor, "n dim"], centers: Float64[Tensor, "m dim"], radii: Float64[Tensor, " m"]
 ) -> Bool[Tensor, " n"]:
     """Whether each x is in any of the balls."""
-    parts = []
-    for rows in x.split(ROWS):
-        found = torch.zeros(len(rows), dtype=torch.bool, device=x.device)
-        for columns, reach in zip(centers.split(COLUMNS), radii.split(COLUMNS), strict=True):
-            found |= (_squared(rows, columns) <= reach).any(1)
-        parts.append(found)
-    return torch.cat(parts)
+    return torch.cat([(each <= radii).any(1) for each in _distances(x, centers)])
 
 
-def _squared(x: Float64[Tensor, "n dim"], y: Float64[Tensor, "m dim"]) -> Float64[Tensor, "n m"]:
-    return (x.square().sum(1, keepdim=True) + y.square().sum(1) - 2 * x @ y.T).clamp(min=0)
+def _distances(x: Float64[Tensor, "n dim"], y: Float64[Tensor, "m dim"]) -> Iterator[Float64[Tensor, "rows m"]]:
+    """The squared distances of some rows of x at a time to all of y."""
+    for rows in x.split(max(1, TILE // len(y))):
+        yield (rows.square().sum(1, keepdim=True) + y.square().sum(1) - 2 * rows @ y.T).clamp(min=0)

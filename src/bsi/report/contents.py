@@ -68,12 +68,13 @@ class RunContents:
         self.changed, self.command = [str(change) for change in changed], " ".join(str(word) for word in command)
         environment = flat(about.get("environment", {}))
         self.environment = {name: "none" if v is None else str(v) for name, v in environment.items()}
+        self.data_version = str(about.get("data_version", ""))
         self.state, self.step = str(status.get("state", "unknown")), int(number(status.get("step")) or 0)
         self.journal = read_journal(path) if self._file("journal.jsonl") else []
         stored = [self._object(f"evaluations/{file.name}") for file in sorted(path.glob("evaluations/*.json"))]
         self.evaluations = [record for record in stored if record]
         self.pictures = self._pictures()
-        self.hashes, self.data_version = self._checkpoint()
+        self.hashes = self._hashes()
 
     @property
     def bounds(self) -> list[dict[str, Any]]:
@@ -127,22 +128,20 @@ class RunContents:
                 found[step] = data
         return found
 
-    def _checkpoint(self) -> tuple[list[tuple[str, int, str]], str]:
-        """The hashes of the run's files and of its latest checkpoint, and the version of the data it was trained on."""
+    def _hashes(self) -> list[tuple[str, int, str]]:
         files = [path for name in ("run.json", "journal.jsonl") if (path := self._file(name))]
         hashes = [(path.name, path.stat().st_size, digest_file(path)) for path in files]
         pointer = self._file("checkpoints/latest")
         if pointer is None:
-            return hashes, ""
+            return hashes
         with open_untrusted(pointer) as file:
             latest = Path(file.read(255).decode("utf-8", "replace").strip()).name
         parts = self._object(f"checkpoints/{latest}/manifest.json").get("files")
-        data = self._object(f"checkpoints/{latest}/state.json").get("data")
         for name, entry in sorted(parts.items()) if isinstance(parts, dict) else ():
             size = number(entry.get("bytes")) if isinstance(entry, dict) else None
             if size is not None:
                 hashes.append((f"{latest}/{name}", int(size), str(entry.get("sha256"))))
-        return hashes, str(data.get("version", "")) if isinstance(data, dict) else ""
+        return hashes
 
 
 def number(value: object) -> float | None:

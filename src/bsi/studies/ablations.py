@@ -44,7 +44,7 @@ def initial_precision(scale: Scale) -> StudySteps:
     values = scale.lambda_0
     trained = {value: scale.parameters.networks("bsi", lambda_0=value) for value in values}
     samplers = {f"{scale.metric} at {k}": paper_sampler(k) for k in scale.parameter_steps}
-    results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
+    results = yield bound_and_quality(scale, samplers, *trained.values())
 
     rows = [{"lambda_0": value, **results.row(networks, samplers)} for value, networks in trained.items()]
     (few, *_, many), (low, *between, high) = samplers.values(), values
@@ -120,7 +120,7 @@ def weighting(scale: Scale) -> StudySteps:
     objectives |= {"EDM": replace(elbo, weight="edm"), "ELBO, the paper's levels": Objective()}
     trained = {name: _with_objective(scale, objective) for name, objective in objectives.items()}
     samplers = samplers_of(scale, scale.most_steps)
-    results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
+    results = yield bound_and_quality(scale, samplers, *trained.values())
 
     column, sampler = next(iter(samplers.items()))
     unweighted, *weighted, paper_levels = trained
@@ -163,7 +163,7 @@ def parametrization(scale: Scale) -> StudySteps:
     }
     samplers, bsi = samplers_of(scale), trained["BSI"]
     clipped = [bound(scale, network, clips=True) for network in bsi]
-    results = yield [*bound_and_quality(scale, itertools.chain(*trained.values()), samplers), *clipped]
+    results = yield [*bound_and_quality(scale, samplers, *trained.values()), *clipped]
 
     own = results.image_bits(bsi)
     changes = {name: results.image_bits(networks) - own for name, networks in trained.items() if name != "BSI"}
@@ -184,13 +184,7 @@ def parametrization(scale: Scale) -> StudySteps:
     rows = [{"network": name, **results.row(networks, samplers)} for name, networks in trained.items()]
     compared = [{"network": name, "bits/dim less BSI's": gap} for name, gap in gaps.items()]
     figure, (axes,) = outcome.panels(1, width=5.0)
-    places = range(len(gaps))
-    values, errors = [gap.value for gap in gaps.values()], [gap.error for gap in gaps.values()]
-    axes.errorbar(values, places, xerr=errors, fmt="o", color=outcome.COLORS["bsi"], capsize=2)
-    axes.axvline(0, color=outcome.GREY, linewidth=0.9)
-    axes.set_yticks(places, gaps)
-    axes.invert_yaxis()
-    axes.set(xlabel="bits per dimension less BSI's", title="Likelihood")
+    outcome.differences(axes, gaps, xlabel="bits per dimension less BSI's", title="Likelihood")
     return Outcome({"networks": rows, "difference to BSI": compared}, claims, figure, [our_solvers(*bsi[:1])])
 
 
@@ -222,7 +216,7 @@ def disentangle(scale: Scale) -> StudySteps:
         **{f"gamma_0 = {value:g}": networks_of("bsi", gamma_0=value) for value in scale.gamma_0},
     }
     samplers = samplers_of(scale, scale.most_steps, ours=SOLVER)
-    results = yield bound_and_quality(scale, itertools.chain(*trained.values()), samplers)
+    results = yield bound_and_quality(scale, samplers, *trained.values())
 
     bsi, median = trained["BSI"], "bits/dim of the median image"
     bits = {name: results.image_bits(networks) for name, networks in trained.items()}
@@ -240,14 +234,10 @@ def disentangle(scale: Scale) -> StudySteps:
             claims.append(results.less_distance(statement, bsi, networks, how))
 
     figure, axes = outcome.panels(3, width=2.8, height=3.2)
-    names, places = [row["network"] for row in changes], range(len(changes))
     for panel, unit in zip(axes, (median, *samplers), strict=True):
-        values, errors = [row[unit].value for row in changes], [row[unit].error for row in changes]
-        panel.errorbar(values, places, xerr=errors, fmt="o", color=outcome.COLORS["bsi"], capsize=2)
-        panel.axvline(0, color=outcome.GREY, linewidth=0.9)
-        panel.set_yticks(places, names if unit == median else [])
-        panel.invert_yaxis()
-        panel.set_xlabel(unit)
+        outcome.differences(panel, {row["network"]: row[unit] for row in changes}, xlabel=unit)
+    for panel in axes[1:]:
+        panel.set_yticklabels([])
     figure.suptitle("BSI less the other network (below 0: BSI is better)", fontsize=9.5, fontweight="bold")
     notes = [
         f"Our solver is {FLOW_SOLVER} here, for BFN as published too.",

@@ -125,11 +125,10 @@ def _compare(
 ) -> StudySteps:
     """The study of these comparisons. All are in the tables, those with samples in the claims, the first is drawn."""
     samplers, first, sampled = samplers_of(scale, *steps), compared[0], [each for each in compared if each.samples]
-    networks = {each: [n for method in each.methods for n in each.networks(method)] for each in compared}
     results = yield [
         job
-        for each, trained in networks.items()
-        for job in bound_and_quality(scale, trained, samplers if each.samples else {})
+        for each in compared
+        for job in bound_and_quality(scale, samplers if each.samples else {}, *map(each.networks, each.methods))
     ]
     tables, claims = dict[str, list[Row]](), list[Claim]()
     for each in compared:

@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -276,9 +277,10 @@ def quality(scale: Scale, network: Recipe, sampler: Sampler = OURS) -> Quality:
     return Quality(network, scale.metric, scale.samples, sampler.named(network.method), scale.references)
 
 
-def bound_and_quality(scale: Scale, networks: Iterable[Recipe], samplers: Mapping[str, Sampler]) -> list[Job]:
-    """The bound of each network, and the quality of its samples by each sampler."""
-    return [job for n in networks for job in (bound(scale, n), *(quality(scale, n, s) for s in samplers.values()))]
+def bound_and_quality(scale: Scale, samplers: Mapping[str, Sampler], *groups: Iterable[Recipe]) -> list[Job]:
+    """The bound of each network of these groups, and the quality of its samples by each sampler."""
+    jobs = ((bound(scale, n), *(quality(scale, n, s) for s in samplers.values())) for group in groups for n in group)
+    return list(chain.from_iterable(jobs))
 
 
 def network_name(recipe: Recipe) -> str:

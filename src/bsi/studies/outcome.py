@@ -339,3 +339,13 @@ def curves(
     axes.minorticks_off()
     axes.set(**labels)
     axes.legend()
+
+
+def differences(axes: Axes, found: Mapping[str, Estimate], **labels: str) -> None:
+    """Differences by name, one below the other, with bars of one standard error, around 0."""
+    values, errors = [each.value for each in found.values()], [each.error for each in found.values()]
+    axes.errorbar(values, range(len(found)), xerr=errors, fmt="o", color=COLORS["bsi"], capsize=2)
+    axes.axvline(0, color=GREY, linewidth=0.9)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set(**labels)

@@ -13,7 +13,6 @@ docs/results.md                                generated from these by `page`; a
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 
 from bsi import __version__
-from bsi.errors import UsageError, extra
+from bsi.errors import UsageError, extra, unknown
 from bsi.evaluation.runs import COMPILED, open_run, speed_up
 from bsi.io import write_json, write_text
 from bsi.methods import METHODS
@@ -55,9 +54,7 @@ def named_studies(name: str, scale: Scale) -> list[Study]:
     if name == "all":
         return [study for study in STUDIES.values() if study.runs_at(scale)]
     if name not in STUDIES:
-        near = difflib.get_close_matches(name, STUDIES, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"unknown study {name!r}. {hint}Use one of {', '.join(STUDIES)}, or all.")
+        raise unknown("study", name, [*STUDIES, "all"])
     if not STUDIES[name].runs_at(scale):
         allowed = ", ".join(scale.studies or ())
         raise UsageError(f"{name} does not run at the scale {scale.name}, which is for {allowed}. Use another --scale.")

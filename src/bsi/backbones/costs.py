@@ -258,11 +258,10 @@ def _stored(config: BackboneConfig, shape: Shape, form: Form, half: bool) -> flo
 # its gradients. Of n bytes that are gathered or scattered among N ranks, each rank sends n (N - 1) / N; a sum that all
 # ranks get takes both. So a step of P parameters in `size` bytes sends
 #
-#     ddp     2 (N - 1) / N x 4 P
-#     fsdp    (N - 1) / N x (2 size P x pieces + 4 P)
-#     hsdp    the same among the S ranks of a host, and 2 (H - 1) / H x 4 P / S between its H hosts.
+#     (S - 1) / S x (2 size P x pieces + 4 P) among S shards, and 2 (C - 1) / C x 4 P / S among their C copies,
 #
-# DDP communicates during the backward pass, two thirds of the computation; FSDP during all of it.
+# with S = 1 for ddp, C = 1 for fsdp, and the ranks of a host as S for hsdp. DDP communicates during the backward pass,
+# two thirds of the computation; FSDP during all of it.
 
 Parallel = Literal["ddp", "fsdp", "hsdp"]
 
@@ -309,28 +308,24 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """The memory, communication and time of a training step in bfloat16."""
     costs, ranks = cost(config, shape, bins_count, num_classes), cluster.ranks
-    size, images = 4 if isinstance(config, UNetConfig) else 2, batch // ranks
-    shards = {"ddp": None, "fsdp": ranks, "hsdp": min(ranks, cluster.local)}[parallel]
+    shards = {"ddp": 1, "fsdp": ranks, "hsdp": min(ranks, cluster.local)}[parallel]
+    sharded, copies, images = parallel != "ddp", ranks // shards, batch // ranks
     memory = training_memory(
-        config, shape, bins_count, num_classes, "compiled", True, averages, optimizer, shards, accumulation > 1
-    )
-    gradients, hosts = 4 * costs.parameters, -(-ranks // cluster.local)
-    gathers = 0 if shards is None else 2 * size * costs.parameters * accumulation
-    if parallel == "hsdp":
-        assert shards is not None
-        within = (shards - 1) / shards * (gathers + gradients)
-        between = 2 * (hosts - 1) / hosts * gradients / shards
-    else:
-        sent = (ranks - 1) / ranks * (gathers + (gradients if shards else 2 * gradients))
-        within, between = (sent, 0.0) if hosts == 1 else (0.0, sent)
-    communication = within / (1e9 * cluster.host_gb_per_s) + between / (1e9 * cluster.network_gb_per_s)
-    passes = 4 if getattr(config, "checkpoint", False) else 3
+        config, shape, bins_count, num_classes, averages=averages, optimizer=optimizer,
+        shards=shards if sharded else None, accumulates=accumulation > 1,
+    )  # fmt: skip
+    size, gradients = 4 if isinstance(config, UNetConfig) else 2, 4 * costs.parameters
+    gathered = 2 * size * costs.parameters * accumulation + gradients  # and scattered, among the shards
+    sent = (shards - 1) / shards * gathered, 2 * (copies - 1) / copies * gradients / shards
+    far = shards > cluster.local, ranks > cluster.local  # beyond a host
+    speeds = (cluster.network_gb_per_s if beyond else cluster.host_gb_per_s for beyond in far)
+    communication = sum(n / (1e9 * speed) for n, speed in zip(sent, speeds, strict=True))
     forward = costs.flops * images / (1e12 * cluster.tflops)
-    update = UPDATE_BYTES * costs.parameters / (shards or 1) / (1e9 * UPDATE_GB_PER_S)
-    computation = passes * forward
-    hidden = computation if shards else computation - forward
-    step = computation + max(0.0, communication - hidden) + update
+    computation = forward * (4 if getattr(config, "checkpoint", False) else 3)
+    update = UPDATE_BYTES * costs.parameters / shards / (1e9 * UPDATE_GB_PER_S)
+    exposed = communication - (computation if sharded else computation - forward)
+    step = computation + max(0.0, exposed) + update
     return Prediction(
-        memory.bytes(-(-images // accumulation), ranks), 0 if shards is None else 4 * costs.parameters,
-        round(within + between), communication, computation, update, step, batch / step,
+        memory.bytes(-(-images // accumulation), ranks), 4 * costs.parameters if sharded else 0, round(sum(sent)),
+        communication, computation, update, step, batch / step,
     )  # fmt: skip

@@ -82,7 +82,9 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
     with ExitStack() as stack:
         try:
             if os.path.isdir(path):
-                found = _folder_members(path, wanted)
+                names = (where + name for name in sorted(wanted) for where in ("", "*/"))
+                files = (file for name in names for file in sorted(path.glob(name)) if file.is_file())
+                found = iter([Member(str(file), file.stat().st_size, partial(open_untrusted, file)) for file in files])
             else:
                 file = stack.enter_context(open_untrusted(path))
                 entries = zip_members(file, str(path)) if zipfile.is_zipfile(file) else _tar_members(file)
@@ -97,13 +99,6 @@ def members(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[dic
             yield by_name
         except UNREADABLE as error:
             raise DataError(f"{path} is not a readable zip, tar or tar.gz archive: {error}.") from error
-
-
-def _folder_members(folder: Path, wanted: Collection[str]) -> Iterator[Member]:
-    for pattern in (where + name for name in sorted(wanted) for where in ("", "*/")):
-        for file in sorted(folder.glob(pattern)):
-            if file.is_file():
-                yield Member(str(file), file.stat().st_size, partial(open_untrusted, file))
 
 
 def _checked(entries: Iterator[Member], path: Path, max_bytes: int) -> Iterator[Member]:

@@ -39,6 +39,7 @@ from bsi.metrics.quality import array_batches
 from bsi.model import Model
 from bsi.pictures import SMALLEST, Moment, animate, belief_frames, is_image
 from bsi.progress import Progress, shown
+from bsi.recipe import changes
 from bsi.runtime.distributed import World
 from bsi.sampler import Sampler
 from bsi.sampling import Step, belief, evaluations, levels_of, measurement
@@ -120,8 +121,7 @@ class SampleFile:
         return [ids for ids in self._parts() if not self._exists(ids)]
 
     def _check(self, found: dict[str, Any], where: Path) -> None:
-        pairs = {name: (found.get(name), self.about.get(name)) for name in {**found, **self.about}}
-        differing = [f"{name} {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here]
+        differing = [f"{c.name} {c.before!r} there, {c.after!r} here" for c in changes(found, self.about)]
         if differing:
             raise UsageError(f"{where} holds other samples ({'; '.join(differing)}). Remove it, or use another name.")
 

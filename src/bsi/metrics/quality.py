@@ -19,6 +19,7 @@ Both are written atomically, the JSON last; tensors whose hash differs from the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import warnings
@@ -91,15 +92,10 @@ def file_batches(files: Iterable[Path], size: int) -> Iterator[UInt8[Tensor, "n 
 
     They are not resized, cropped or requantized. Files with other content than 8 bits are rejected by name.
     """
-    batch: list[np.ndarray] = []
-    for path in files:
-        image = np.asarray(open_image(path, str(path)).convert("RGB")).transpose(2, 0, 1)
-        if batch and (len(batch) == size or batch[0].shape != image.shape):
+    images = (np.asarray(open_image(path, str(path)).convert("RGB")).transpose(2, 0, 1) for path in files)
+    for _, equal in itertools.groupby(images, np.shape):
+        while batch := list(itertools.islice(equal, size)):
             yield torch.from_numpy(np.stack(batch))
-            batch = []
-        batch.append(image)
-    if batch:
-        yield torch.from_numpy(np.stack(batch))
 
 
 def array_batches(

@@ -199,15 +199,12 @@ def _likelihood(run: RunContents, measured: Measurements, best: Mapping[str, Any
 def _pictures(run: RunContents) -> str:
     if not run.pictures:
         return ""
-    figures = [
-        f"<figure>{_samples(step, found)}<figcaption>step {step:,}</figcaption></figure>"
-        for step, found in run.pictures.items()
-    ]
+    figures = []
+    for step, found in run.pictures.items():
+        alt = f"Samples at step {step}"
+        shown = f"<pre>{escape(found)}</pre>" if isinstance(found, str) else _image(found, "png", alt)
+        figures.append(f"<figure>{shown}<figcaption>step {step:,}</figcaption></figure>")
     return f'<div class="grids">{"".join(figures)}</div>' + _note("Sample <i>i</i> has the same seed in every grid.")
-
-
-def _samples(step: int, found: bytes | str) -> str:
-    return f"<pre>{escape(found)}</pre>" if isinstance(found, str) else _image(found, "png", f"Samples at step {step}")
 
 
 def _curves(run: RunContents) -> str:

@@ -67,13 +67,6 @@ def our_solvers(*recipes: Recipe) -> str:
     return f"Our solver is {', '.join(found)}."
 
 
-def _printed(recipe: Recipe) -> Printed:
-    """The paper's values for the most similar network."""
-    if recipe.data.name == "imagenet64":
-        return IMAGENET64
-    return CIFAR10.get(recipe.steps, IMAGENET32) if recipe.data.name == "cifar10" else IMAGENET32
-
-
 def comparison_table(
     results: Results, compared: Comparison, printed: Printed, samplers: Mapping[str, Sampler]
 ) -> list[Row]:
@@ -134,7 +127,10 @@ def _compare(
     for each in compared:
         recipe = each.recipe("bsi")
         title = DATASETS[recipe.data.name].title
-        printed = UNET if first is scale.architecture else _printed(recipe)
+        printed = IMAGENET64 if recipe.data.name == "imagenet64" else IMAGENET32  # of the most similar network
+        if recipe.data.name == "cifar10":
+            printed = CIFAR10.get(recipe.steps, printed)
+        printed = UNET if first is scale.architecture else printed
         tables[f"{title}, {recipe.steps} steps"] = comparison_table(results, each, printed, samplers)
         if each.samples:
             claims += claims_of(results, each, f" on {title}" if len(sampled) > 1 else "")

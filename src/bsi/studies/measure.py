@@ -51,7 +51,6 @@ from bsi.evaluation.samples import SampleFile, draw_into, image_batches
 from bsi.gaussian import squared_norm
 from bsi.io import atomic, canonical_json, write_json
 from bsi.methods import BSI
-from bsi.methods.base import Predictor
 from bsi.metrics import Extractor, Inception, collect, frechet_distance, frechet_error, metric_name, reference
 from bsi.model import Model
 from bsi.recipe import Objective, Recipe, changes, from_plain, to_plain
@@ -149,7 +148,9 @@ class Bound(Job):
             assert isinstance(test.method, BSI)
             test = replace(test, method=replace(test.method, alpha_R=self.alpha_R))
         if self.clips:
-            test = replace(test, predict=lambda ids: _clipped(model, model.denoiser))
+            assert model.bins is not None
+            low, high = model.bins.low, model.bins.high
+            test = replace(test, predict=lambda ids: lambda *at: model.denoiser(*at).clamp(low, high))
         found = estimate_bound(test, Estimator(self.levels, self.recon, self.finite_k, batch_size=batch))
         terms = {"measurement": found.measurements, "reconstruction": found.reconstructions}
         arrays = {name: term.values for name, term in terms.items()} | {"prior": found.prior}
@@ -250,13 +251,6 @@ class Quality(Job):
             values[f"error_{part}"] = frechet_error(samples.vectors, real.features.moments)
         shutil.rmtree(kept)
         return Result(values, {"images": drawn[:SHOWN]})
-
-
-def _clipped(model: Model, predict: Predictor) -> Predictor:
-    """A predictor whose x_hat is clipped to the range of the bins."""
-    assert model.bins is not None
-    low, high = model.bins.low, model.bins.high
-    return lambda latent, level: predict(latent, level).clamp(low, high)
 
 
 def paper_sampler(steps: int) -> Sampler:

@@ -130,10 +130,6 @@ def _smoke(method: str) -> Recipe:
     )
 
 
-def _smoke_unet(method: str) -> Recipe:
-    return replace(_smoke(method), backbone=UNetConfig(width=16, levels=1, dropout=0.0), batch=32)
-
-
 def _mini(method: str) -> Recipe:
     """4000 steps of 512 images, 41 epochs: about 100 s on an H200 at 22,400 images/s."""
     return _short(recipes.cifar10_dit_mini(method), steps=4000)
@@ -143,11 +139,6 @@ def _mini_parameter(method: str) -> Recipe:
     """Half as many steps, as the paper does in its parameter studies; warm-up and averaging in proportion."""
     recipe = _short(recipes.cifar10_dit_mini(method), steps=2000)
     return replace(recipe, optimizer=replace(recipe.optimizer, warmup=250), ema=Ema(beta=0.998, start=500))
-
-
-def _mini_unet(method: str) -> Recipe:
-    """A U-Net with 2.2M parameters, with attention in the middle only."""
-    return replace(_mini(method), backbone=UNetConfig(width=64, levels=8, heads=1, dropout=0.1), batch=256)
 
 
 def _medium(method: str) -> Recipe:
@@ -161,10 +152,6 @@ def _medium_dit(method: str) -> Recipe:
     return replace(_short(recipes.cifar10_dit_s(method), steps=10_000), data=unet.data, objective=unet.objective)
 
 
-def _paper_cifar10(method: str) -> Recipe:
-    return replace(recipes.cifar10_unet(method), steps=10_000_000)
-
-
 def _paper_parameter(method: str) -> Recipe:
     """ "We reduced the training steps to 100k for our parameter studies." """
     return replace(recipes.imagenet32_dit_l2(method), steps=100_000, keep=Keep(last=2, every=20_000))
@@ -176,7 +163,10 @@ MINI = Scale(
     # Measured: 21,600 images/s in training, 34 s for 256 steps of 10,000 samples, 5250 images/s for the FID features.
     throughput=Throughput(training=245e12, evaluation=300e12, unet=0.6, metric=5000.0, startup_s=4.0),
     comparisons=(Comparison(_mini, seeds=(0, 1)),),
-    architecture=Comparison(_mini_unet, seeds=(0,)),
+    # A U-Net with 2.2M parameters, with attention in the middle only.
+    architecture=Comparison(
+        lambda method: replace(_mini(method), backbone=UNetConfig(64, levels=8, dropout=0.1), batch=256), seeds=(0,)
+    ),
     parameters=Comparison(_mini_parameter, seeds=(0, 1, 2)),
     convergence=_mini,
     profiled=_mini,
@@ -203,7 +193,9 @@ SMOKE = replace(
     summary="8x8 digits, a CPU with two cores; networks train for seconds",
     throughput=Throughput(training=9e9, evaluation=10e9, unet=0.8, metric=10_000.0, startup_s=1.0),
     comparisons=(Comparison(_smoke, seeds=(0,)),),
-    architecture=Comparison(_smoke_unet, seeds=(0,)),
+    architecture=Comparison(
+        lambda method: replace(_smoke(method), backbone=UNetConfig(16, levels=1, dropout=0.0), batch=32), seeds=(0,)
+    ),
     parameters=Comparison(_smoke, seeds=(0,)),
     convergence=_smoke,
     profiled=_smoke,
@@ -243,8 +235,8 @@ PAPER = replace(
     comparisons=(
         Comparison(recipes.imagenet32_dit_l2, seeds=(0, 1, 2)),
         Comparison(recipes.imagenet64_dit_l4, seeds=(0, 1, 2)),
-        Comparison(_paper_cifar10, seeds=(0,), methods=("bsi",), samples=False),
-        Comparison(recipes.cifar10_unet, seeds=(0,), methods=("bsi",), samples=False),
+        Comparison(lambda m: replace(recipes.cifar10_unet(m), steps=10_000_000), (0,), methods=("bsi",), samples=False),
+        Comparison(recipes.cifar10_unet, (0,), methods=("bsi",), samples=False),
     ),
     architecture=Comparison(recipes.imagenet32_unet, seeds=(0, 1, 2)),
     parameters=Comparison(_paper_parameter, seeds=(0,)),

@@ -37,6 +37,7 @@ from bsi.values import Bins
 
 # (x_hat, v, which of the samples they are) -> tr(d x_hat / d v), or an estimate of it, for each sample.
 Divergence = Callable[[Data, Data, Int[Tensor, " batch"]], PerSample]
+Watch = Callable[[float], object]  # is called after each step with the share of the integral that is done
 
 MOST_STEPS = 10_000
 
@@ -101,6 +102,7 @@ def flow_density(
     divergence: Divergence = exact_divergence,
     samples: Int[Tensor, " batch"] | None = None,
     tolerance: float = 1e-6,
+    watch: Watch | None = None,
 ) -> Flow:
     """ln p(z), z the sample with the last level's noise. `tolerance` bounds each step's error, in nats for ln p."""
     if not 0 < tolerance < 1:
@@ -117,7 +119,7 @@ def flow_density(
         return x_hat.detach().double() - over(torch.tanh(u), v) * v, trace.detach()
 
     begin = last / math.sqrt(1 + last**2) * z.double()
-    v, trace, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), tolerance)
+    v, trace, evaluations = _integrate(slope, begin, math.asinh(last), math.asinh(first), tolerance, watch)
     variance, n = 1 + first**2, z[0].numel()  # variance of w at the first level: 1 except for VDM
     w = math.sqrt(variance) * v
     prior = -0.5 * w.square().flatten(1).sum(1) / variance - 0.5 * n * math.log(2 * math.pi * variance)
@@ -145,6 +147,7 @@ def binned_flow(
     divergence: Divergence = exact_divergence,
     samples: Int[Tensor, " batch"] | None = None,
     tolerance: float = 1e-4,
+    watch: Watch | None = None,
 ) -> Flow:
     """A lower bound on ln P(x) for binned data, from one draw of the dequantization noise per sample.
 
@@ -156,7 +159,7 @@ def binned_flow(
     eps = torch.special.ndtri(0.5 * (1 - mass) + uniform.double() * mass).clamp(-reach, reach)
     z = bins.values(index, torch.float64) + sigma * eps
     log_q = (-0.5 * eps.square() - 0.5 * math.log(2 * math.pi) - math.log(sigma * mass)).flatten(1).sum(1)
-    flow = flow_density(method, predict, z.to(uniform.dtype), divergence, samples, tolerance)
+    flow = flow_density(method, predict, z.to(uniform.dtype), divergence, samples, tolerance, watch)
     return Flow(flow.log_density - log_q, flow.w, flow.evaluations, flow.n)
 
 
@@ -210,7 +213,12 @@ _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1
 
 
 def _integrate(
-    slope: Callable[[PerSample, Data], tuple[Data, PerSample]], begin: Data, start: float, stop: float, tolerance: float
+    slope: Callable[[PerSample, Data], tuple[Data, PerSample]],
+    begin: Data,
+    start: float,
+    stop: float,
+    tolerance: float,
+    watch: Watch | None = None,
 ) -> tuple[Data, PerSample, int]:
     """Integrate v and the trace from `start` down to `stop`, with adaptive steps for each sample.
 
@@ -251,4 +259,6 @@ def _integrate(
         # the last step ends exactly at `stop`, without rounding
         u = torch.where(good, torch.where(length <= stop - u, stop, u + length), u)
         h = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)
+        if watch is not None:
+            watch((start - float(u.max())) / (start - stop))
     raise NonFinite(f"the flow took more than {MOST_STEPS} steps. Use a larger tolerance.")

@@ -123,13 +123,15 @@ class Progress:
         what: The work, as the first word of the line.
         total: The count at which the work is done.
         unit: What is counted, in the singular; `B` for bytes.
-        done: The count to start from, e.g. of a resumed run. It does not enter the rate.
+        done: The count to start from, e.g. of a resumed run. It does not enter the rate. Counts may be fractions.
         stream: By default sys.stderr; a StringIO shows nothing.
     """
 
     bars: ClassVar[int] = 0  # number of bars that are currently shown in a terminal
 
-    def __init__(self, what: str, total: int, unit: str = "it", done: int = 0, stream: Stream | None = None) -> None:
+    def __init__(
+        self, what: str, total: int, unit: str = "it", done: float | int = 0, stream: Stream | None = None
+    ) -> None:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
         self.stream = stream or _stderr()
         self.live = supports_bars(self.stream)
@@ -148,9 +150,9 @@ class Progress:
             Progress.bars -= 1
             _write(self.stream, "\n")
 
-    def advance(self, count: int = 1, note: str | None = None) -> None:
+    def advance(self, count: float | int = 1, note: str | None = None) -> None:
         """Add to the count, and show it if it was last shown long enough ago."""
-        self.done += count
+        self.done = round(self.done + count, 6)
         self.note = self.note if note is None else note
         if time.monotonic() - self._shown_at >= (BAR_EVERY_S if self.live else LINE_EVERY_S):
             self._show()
@@ -158,7 +160,7 @@ class Progress:
     def line(self) -> str:
         """The progress as plain text."""
         elapsed, fresh = time.monotonic() - self._started, self.done - self._first
-        counted = f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{self.done}/"
+        counted = f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{round(self.done, 1)}/".replace(".0/", "/")
         parts = [f"{self.what} {counted}{amount(self.total, self.unit)}"]
         if fresh and elapsed > 0:
             rate = fresh / elapsed
@@ -192,11 +194,11 @@ class Progress:
 
 
 # Whether to show progress, or a function that is called with each count.
-Shown = bool | Callable[[int], object]
+Shown = bool | Callable[[float | int], object]
 
 
 @contextlib.contextmanager
-def shown(progress: Shown, what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
+def shown(progress: Shown, what: str, total: int, unit: str) -> Iterator[Callable[[float | int], object]]:
     """A function to call with each count: the given one, that of a `Progress`, or one that does nothing."""
     if callable(progress):
         yield progress

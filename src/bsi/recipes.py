@@ -173,10 +173,9 @@ def cifar10_speedrun_bpd(method: str = "bsi") -> Recipe:
     Expected: 2.879 ± 0.007 bits/dim on the whole test set (0.0004 of it Monte Carlo), trained with flips; see
         docs/speedrun.md
     """
-    base = cifar10_20min_bpd(method)
     return replace(
-        base, name="cifar10-speedrun-bpd", method=replace(base.method, clips=True), parametrization="blend",
-        steps=45_828, ema=Ema(beta=1 - 45 / 45_828, start=1000),
+        cifar10_20min_bpd(method), name="cifar10-speedrun-bpd", method=METHODS[method](clips=True),
+        parametrization="blend", steps=45_828, ema=Ema(beta=1 - 45 / 45_828, start=1000),
     )  # fmt: skip
 
 

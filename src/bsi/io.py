@@ -21,13 +21,16 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bsi.errors import BsiError, DataError, UsageError
+from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError
 from bsi.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_JSON_BYTES = 64 << 20
@@ -142,8 +145,11 @@ def sync_folder(path: Path) -> None:
         sync_file(path)
 
 
-def share(path: Path) -> None:
-    """Make a file readable for everyone who can read its folder: safetensors (0.8) makes files private to the owner."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, readable for everyone who can read its folder: safetensors (0.8) makes it private."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path, metadata)
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
@@ -254,6 +260,20 @@ def read_json(path: Path | str, limit: int = MAX_JSON_BYTES) -> Any:
     """Read an untrusted JSON file: `open_untrusted`, then `parse_json`."""
     with open_untrusted(path, limit) as file:
         return parse_json(file.read(limit + 1), path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of an untrusted safetensors file."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise CorruptCheckpoint(
+            f"{path} is damaged or not a safetensors file ({error}). Copy it again, or write it again by `bsi export`. "
+            f"Pickles (.pt, .pth, .ckpt) can run code: never loaded."
+        ) from error
 
 
 # ---- Hashes: SHA-256 in hexadecimal digits ---------------------------------------------------------------------------

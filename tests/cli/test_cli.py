@@ -468,8 +468,8 @@ def test_the_next_command_after_training_on_text_prints_samples(capsys):
 
 
 def test_an_unsuitable_network_gives_a_warning(capsys, monkeypatch):
-    def announce(*args: object, begin: Callable[[], None], **kwargs: object) -> None:
-        begin()
+    def announce(*args: object, begin: Callable[[torch.device], None], **kwargs: object) -> None:
+        begin(torch.device("cpu"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bsi.training.train.train", announce)

@@ -18,7 +18,7 @@ from bsi.data.batches import ResidentSource, ahead, as_source, flip, windows
 from bsi.errors import DataError, UsageError
 from bsi.recipes import digits
 from bsi.rng import coins, sample_ids
-from bsi.training.dataset import shards_of
+from bsi.training.step import shards_of
 
 # ---- Order -----------------------------------------------------------------------------------------------------------
 

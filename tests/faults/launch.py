@@ -109,9 +109,8 @@ def patch(faults: Faults) -> None:
     from bsi.backbones.layers import Backbone
     from bsi.runtime import checkpoint
     from bsi.training import loop
-    from bsi.training.dataset import Batch, Piece, Stream, piece_ids
     from bsi.training.loop import StopFlag
-    from bsi.training.step import Engine
+    from bsi.training.step import Batch, Engine, Piece, Stream, piece_ids
 
     def around(owner: Any, name: str, point: str, after: bool = False) -> None:
         original: Callable[..., Any] = getattr(owner, name)

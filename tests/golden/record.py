@@ -74,7 +74,7 @@ from bsi.sampler import Sampler  # noqa: E402
 from bsi.sampling import levels_of  # noqa: E402
 from bsi.solvers import SOLVERS  # noqa: E402
 from bsi.studies.measure import DigitsFeatures  # noqa: E402
-from bsi.training.dataset import Stream, pieces, shards_of  # noqa: E402
+from bsi.training.step import Stream, pieces, shards_of  # noqa: E402
 
 
 def standardized(mean: float, std: float) -> dict[str, Any]:

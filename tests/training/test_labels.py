@@ -26,7 +26,7 @@ from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import DataSpec, export
 from bsi.sampler import Sampler
 from bsi.sampling import drawing
-from bsi.training.dataset import Stream
+from bsi.training.step import Stream
 from bsi.values import CONTINUOUS
 
 CPU = World(Place(), torch.device("cpu"))

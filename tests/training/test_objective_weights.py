@@ -14,8 +14,7 @@ from bsi.methods import BFN, BSI, VDM
 from bsi.objective import edm_weight, expected_levels, finite_training_loss, sigmoid_weight, training_loss
 from bsi.recipe import Every, Objective, Recipe, from_plain, to_plain
 from bsi.runtime.distributed import Place, World
-from bsi.training.dataset import Batch
-from bsi.training.step import Engine
+from bsi.training.step import Batch, Engine
 
 METHODS = [bsi.BSI(), bsi.BFN(), bsi.VDM()]
 

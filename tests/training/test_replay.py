@@ -25,9 +25,8 @@ from bsi.backbones.layers import Backbone
 from bsi.data.batches import as_source
 from bsi.recipe import Ema, Objective, Optimizer, Recipe
 from bsi.runtime.distributed import Place, Watchdog, World
-from bsi.training.dataset import Stream
 from bsi.training.replay import PLAIN_STEPS, replayable
-from bsi.training.step import Engine
+from bsi.training.step import Engine, Stream
 
 DIT = DiTConfig(width=64, depth=2, heads=1, patch=2, dropout=0.1)
 RECIPE = replace(

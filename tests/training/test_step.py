@@ -22,8 +22,7 @@ from bsi.recipe import Ema, Optimizer, Recipe
 from bsi.rng import derive
 from bsi.runtime.distributed import Place, Watchdog, World
 from bsi.runtime.ema import exponent
-from bsi.training.dataset import Batch, Piece, Stream, piece_ids, piece_levels, pieces
-from bsi.training.step import Engine, tree_sum
+from bsi.training.step import Batch, Engine, Piece, Stream, piece_ids, piece_levels, pieces, tree_sum
 
 CPU = World(Place(), torch.device("cpu"))
 DATA = torch.randint(0, 17, (100, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

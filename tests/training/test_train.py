@@ -28,9 +28,10 @@ from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import config_of, export, read_trained
 from bsi.runtime.run_folder import RunRecord, Value, read_journal
 from bsi.sampler import Sampler
-from bsi.training.dataset import Piece, open_training_data, piece_ids
+from bsi.training.dataset import open_training_data
 from bsi.training.loop import StopFlag, bound
 from bsi.training.resume import check_changes
+from bsi.training.step import Piece, piece_ids
 
 IMAGES = torch.randint(0, 256, (200, 1, 4, 4), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 TEST = IMAGES[:20]

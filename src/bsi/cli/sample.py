@@ -20,6 +20,7 @@ from bsi.errors import DataError, UsageError
 from bsi.io import atomic, check_writable
 from bsi.progress import log, readable_bytes
 from bsi.sampler import Sampler
+from bsi.values import Bins, DataKind, Symbols
 
 if TYPE_CHECKING:
     from bsi.model import Model
@@ -88,7 +89,7 @@ class Sample:
             if self.sampler.variance != "none":
                 fitted_variance(model, trained.data.name, self.sampler.variance, self.batch_size)
             rate = self.rate
-            if rate is None and form_of(model) == SOUND:
+            if rate is None and form_of(model.shape, model.kind) == SOUND:
                 rate = _dataset_rate(trained.data.name, trained.data.version)
             with enough_for_batch(self.batch_size, "--batch-size", world.device):
                 record = write_samples(model, replace(self, rate=rate), world)
@@ -110,8 +111,9 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
     world = world or World(Place(), model.device)
     sampler, label, out = model.named(args.sampler), _labels(model, args), args.out
     levels_of(model.method, sampler)  # raises for an invalid sampler
+    form = form_of(model.shape, model.kind)
     if out is None and args.npz is None and args.animate is None:
-        out = Path(f"samples{form_of(model)}")
+        out = Path(f"samples{form}")
     _check_files(model, args, out)
     file = None if args.npz is None else SampleFile.of(model, sampler, args.seed, label, args.npz, args.num)
     missing = [] if file is None else file.missing()
@@ -142,24 +144,24 @@ def write_samples(model: Model, args: Sample, world: World | None = None) -> dic
         "files": [str(path) for path in (out, args.npz, args.animate) if path is not None],
     }
     if out is not None and samples is not None:
-        if form_of(model) == TEXT and model.symbols is not None:
+        if form == TEXT and model.symbols is not None:
             record["text"] = [model.symbols.text(row) for row in samples]
             with atomic(out, "--out") as temporary:
                 temporary.write_text(BETWEEN.join(record["text"]) + "\n", "utf-8")
-        elif form_of(model) == SOUND:
+        elif form == SOUND:
             _write_sound(out, samples, args.rate or RATE)
         else:
             _write_picture(out, model, samples, record["classes"])
     return record
 
 
-def form_of(model: Model) -> str:
+def form_of(shape: tuple[int, ...], kind: DataKind) -> str:
     """What the samples are shown as: a picture, sound (as `bsi data wav` prepares it), text, or nothing."""
-    if pictures.is_image(model.shape):
+    if pictures.is_image(shape):
         return PICTURE
-    if len(model.shape) == 2 and model.bins is not None and model.bins.count == 65536:
+    if len(shape) == 2 and isinstance(kind, Bins) and kind.count == 65536:
         return SOUND
-    return TEXT if len(model.shape) == 1 and model.symbols is not None else NOTHING
+    return TEXT if len(shape) == 1 and isinstance(kind, Symbols) else NOTHING
 
 
 def _write_sound(out: Path, samples: np.ndarray, rate: int) -> None:
@@ -213,7 +215,7 @@ def _check_files(model: Model, args: Sample, out: Path | None) -> None:
     """Raise for output files that do not suit the data, cannot be written, or take too much memory."""
     from bsi.devices import host_memory
 
-    form, stored, drawn = form_of(model), model.bins or model.symbols, f"{args.num} samples"
+    form, stored, drawn = form_of(model.shape, model.kind), model.bins or model.symbols, f"{args.num} samples"
     if (args.animate and form != PICTURE) or (out and form == NOTHING):
         raise UsageError(f"data of shape {model.shape} has no picture: save it with --npz FILE")
     if args.rate is not None and form != SOUND:

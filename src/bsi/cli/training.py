@@ -24,6 +24,7 @@ from bsi.backbones.config import AutoencoderConfig, MLPConfig, resolve
 from bsi.backbones.costs import Cluster, cost, predict
 from bsi.cli.options import Count, Device, Json, RunPath, answer, fill
 from bsi.cli.options import parse as parse_options
+from bsi.cli.sample import NOTHING, SOUND, TEXT, form_of
 from bsi.data import store
 from bsi.errors import DataError, UsageError
 from bsi.methods import METHODS
@@ -32,7 +33,7 @@ from bsi.progress import log
 from bsi.recipe import Recipe, changes, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
 from bsi.sampler import Sampler
-from bsi.values import Latents, Symbols
+from bsi.values import Latents
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
                  [--key value ...]
@@ -123,12 +124,9 @@ def run(words: Sequence[str]) -> int:
     if options.dry_run:
         return _dry_run(recipe, named, out, options)
     dataset = _opened(recipe, out)  # before torch is imported: a missing dataset is the most frequent mistake
-    from bsi.runtime.distributed import find_place, pick_device
+    from bsi.runtime.distributed import find_place
     from bsi.training.train import train
 
-    place = find_place(os.environ)
-    recipe.check(place.size)
-    device, first = pick_device(options.device, place.local_rank), place.rank == 0
     train(
         recipe,
         out=out,
@@ -138,22 +136,21 @@ def run(words: Sequence[str]) -> int:
         device=options.device,
         hang_after_s=options.hang_after_s,
         named=named,
-        begin=(lambda: _announce(recipe, dataset, out, device.type)) if first else None,
+        begin=lambda device: _announce(recipe, dataset, out, device.type),
         command_line=True,
     )
-    if first:
+    if find_place(os.environ).rank == 0:
         answer(options.json, {"run": str(out), **json.loads((out / "status.json").read_text("utf-8"))}, out)
-        folder, target = shlex.quote(str(out)), ""
-        if not is_image(dataset.kind.shape if isinstance(dataset.kind, Latents) else dataset.shape):
-            sound = len(dataset.shape) == 2 and dataset.bins is not None and dataset.bins.count == 65536
-            text = len(dataset.shape) == 1 and isinstance(dataset.kind, Symbols)
-            target = " --out samples.wav" if sound else " --num 4" if text else f" --npz {folder}/samples.npz"
+        folder, kind = shlex.quote(str(out)), dataset.kind
+        form = form_of(kind.shape if isinstance(kind, Latents) else dataset.shape, kind)
+        outputs = {SOUND: " --out samples.wav", TEXT: " --num 4", NOTHING: f" --npz {folder}/samples.npz"}
         labels = " --labels" if recipe.data.labels else ""
         drawn = "".join(f" --{c.name} {c.after}" for c in changes(Sampler(), recipe.samples.sampler))
         if isinstance(recipe.backbone, AutoencoderConfig):
             log(f"next: bsi data latents --from {shlex.quote(recipe.data.name)} --autoencoder {folder}")
             return 0
-        log(f"next: bsi sample {folder}{target}{labels}{drawn} · bsi eval {folder} --bpd · bsi report {folder}")
+        sample = f"bsi sample {folder}{outputs.get(form, '')}{labels}{drawn}"
+        log(f"next: {sample} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 
 

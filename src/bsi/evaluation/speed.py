@@ -32,9 +32,9 @@ from bsi.rng import SeededNoise
 from bsi.runtime.distributed import Place, Watchdog, World, join
 from bsi.runtime.export import build_model
 from bsi.sampling import evaluations, sample
-from bsi.training.dataset import Stream, open_training_data
+from bsi.training.dataset import open_training_data
 from bsi.training.replay import PLAIN_STEPS
-from bsi.training.step import Engine, engine_of
+from bsi.training.step import Engine, Stream, engine_of
 from bsi.values import Bins
 
 Work = Literal["train", "sample", "elbo"]

@@ -30,10 +30,9 @@ from bsi.data.prepare import Block, Part, Preparation
 from bsi.data.published import of_dataset
 from bsi.data.store import AUTOENCODER, open_dataset
 from bsi.errors import BsiError, CorruptCheckpoint, DataError, UsageError, extra
-from bsi.io import atomic, canonical_json, parse_json, read_json
+from bsi.io import atomic, canonical_json, parse_json, read_json, read_tensors, write_tensors
 from bsi.recipe import from_plain, to_plain
 from bsi.rng import standard_normal, subset
-from bsi.runtime.checkpoint import read_file, write_file
 from bsi.values import Bins, DataKind, Latents
 
 METADATA = "autoencoder"
@@ -89,7 +88,7 @@ class StoredAutoencoder:
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
         with atomic(path) as temporary:
-            write_file(temporary, self.tensors(), {METADATA: json.dumps(self.about)})
+            write_tensors(temporary, self.tensors(), {METADATA: json.dumps(self.about)})
 
     def __deepcopy__(self, memo: object) -> StoredAutoencoder:
         return self
@@ -105,11 +104,15 @@ def _module(name: str, config: Any, channels: int) -> nn.Module:
     if name == OURS:
         ours = from_plain(AutoencoderConfig, config, "the autoencoder")
         return Autoencoder(ours, (channels, ours.factor, ours.factor))
+    return DiffusersAutoencoder(_class_of_diffusers(name).from_config(dict(config)))
+
+
+def _class_of_diffusers(name: str) -> Any:
     if name not in DIFFUSERS:
         raise UsageError(f"the autoencoder is a {name!s:.80}, expected {OURS}, {' or '.join(DIFFUSERS)}.")
     with extra("diffusers", f"the autoencoder, {name},"):
         import diffusers
-    return DiffusersAutoencoder(getattr(diffusers, name).from_config(dict(config)))
+    return getattr(diffusers, name)
 
 
 class DiffusersAutoencoder(nn.Module):
@@ -150,18 +153,16 @@ def open_autoencoder(path: str | Path) -> StoredAutoencoder:
         raise UsageError(f"{error} An autoencoder is {EXPECTED}.") from error
     config = trained.recipe.backbone
     if not isinstance(config, AutoencoderConfig):
-        raise UsageError(
-            f"{path} is a model of data, {type(config).__name__}, not an autoencoder. Expected {EXPECTED}."
-        )
+        found = f"{path} is a model of data, {type(config).__name__}, not an autoencoder"
+        raise UsageError(f"{found}. Expected {EXPECTED}.")
     about = {"class": OURS, "config": to_plain(config), "channels": trained.data.shape[0]}
     return StoredAutoencoder.of(about, trained.weights, str(path))
 
 
 def _of_diffusers(path: Path, name: str) -> StoredAutoencoder:
-    with extra("diffusers", f"the autoencoder {path}"):
-        import diffusers
+    kind = _class_of_diffusers(name)
     try:
-        network = getattr(diffusers, name).from_pretrained(path, local_files_only=True, use_safetensors=True)
+        network = kind.from_pretrained(path, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} is not an {name} that `save_pretrained` wrote: {reason:.300}") from error
@@ -173,7 +174,7 @@ def _of_diffusers(path: Path, name: str) -> StoredAutoencoder:
 
 def _read(path: Path) -> StoredAutoencoder | None:
     """The autoencoder of a file; None if it is another file of safetensors."""
-    metadata, weights = read_file(path)
+    metadata, weights = read_tensors(path)
     if metadata.keys() != {METADATA}:
         return None
     return StoredAutoencoder.of(parse_json(metadata[METADATA].encode(), path), weights, str(path))
@@ -235,9 +236,8 @@ def _encoded(stored: StoredAutoencoder, bins: Bins, x: Tensor, where: str) -> Te
         mean, _ = stored.encode(bins.values(x))
         shape = tuple(stored.decode(mean).shape[1:])
     except RuntimeError as error:
-        raise UsageError(
-            f"the autoencoder cannot encode {where}: {' '.join(str(error).split()):.200}. {fix}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the autoencoder cannot encode {where}: {reason:.200}. {fix}") from error
     if shape != x.shape[1:]:
         raise UsageError(f"the autoencoder returns images of {shape} for {where}. {fix}")
     return mean

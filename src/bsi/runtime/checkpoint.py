@@ -27,14 +27,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -82,13 +81,11 @@ def save(
     A full disk is detected before anything is written if possible; the previous checkpoint remains. If ranks have
     parts, all that write some must call it with their `peers`, and all raise if one fails.
     """
-    if peers is None:
-        return _save(root, snapshot, keep, check, None)
-    if peers.first:
-        with peers.concluding():
-            return _save(root, snapshot, keep, check, peers)
-    peers.contribute(lambda folder, part: write_files(root / folder, snapshot, part))
-    return root / f"step-{snapshot.step:08d}"
+    if peers is not None and not peers.first:
+        peers.contribute(lambda folder, part: write_files(root / folder, snapshot, part))
+        return root / f"step-{snapshot.step:08d}"
+    with nullcontext() if peers is None else peers.concluding():
+        return _save(root, snapshot, keep, check, peers)
 
 
 def _save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None], peers: Peers | None) -> Path:
@@ -107,7 +104,7 @@ def _save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None],
         if peers is None:
             files = write_files(temporary, snapshot)
         else:
-            peers.invite(temporary.name)
+            peers.mail.send(f"{peers.saves}/folder", temporary.name)  # the others write into it too
             files = write_files(temporary, snapshot, peers.part) | peers.collect()
         write_manifest(temporary, snapshot, files, FORMAT if peers is None else SHARDED_FORMAT)
         check()
@@ -135,7 +132,7 @@ def write_files(folder: Path, snapshot: Snapshot, part: str = "") -> Files:
     files: Files = {}
     for name, tensors in snapshot.tensors.items():
         path = folder / f"{name}{part}.safetensors"
-        write_file(path, tensors)
+        io.write_tensors(path, tensors)
         files |= _synced(path)
     return files
 
@@ -162,10 +159,6 @@ class Peers:
     def __init__(self, mail: Mail, rank: int, size: int) -> None:
         self.mail, self.rank, self.size, self.saves = mail, rank, size, 0
         self.first, self.part = rank == 0, f"-{rank:05d}-of-{size:05d}"
-
-    def invite(self, folder: str) -> None:
-        """Let the others write into this folder."""
-        self.mail.send(f"{self.saves}/folder", folder)
 
     def collect(self) -> Files:
         """The files of the others, once they are durable."""
@@ -427,24 +420,6 @@ def open_tensors(checkpoint: Checkpoint, name: str) -> dict[str, OnDisk]:
             files = [*(before.files if before else ()), (file, shape[0] if shape else 1)]
             found[key] = OnDisk(key, (sum(rows for _, rows in files), *shape[1:]) if shape else (), files)
     return found
-
-
-def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a safetensors file."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise CorruptCheckpoint(
-            f"{path} is damaged or not a safetensors file ({error}). Copy it again, or write it again by `bsi export`. "
-            f"Pickles (.pt, .pth, .ckpt) can run code: never loaded."
-        ) from error
-
-
-def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that everyone can read who can read its folder."""
-    safetensors.torch.save_file(dict(tensors), path, metadata)
-    io.share(path)
 
 
 def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:

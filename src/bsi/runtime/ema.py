@@ -38,9 +38,8 @@ from torch import Tensor
 
 from bsi.backbones.acceleration import compile_like
 from bsi.errors import UsageError
-from bsi.io import atomic
+from bsi.io import atomic, write_tensors
 from bsi.model import Model
-from bsi.runtime.checkpoint import write_file
 
 LARGE = 2**20  # elements: a pass over such a tensor takes longer than a kernel launch
 
@@ -164,7 +163,7 @@ def store_averages(run: Path, step: int, state: Mapping[str, Tensor]) -> None:
     folder.mkdir(exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     with atomic(folder / f"step-{step:08d}.safetensors") as temporary:
-        write_file(temporary, tensors)
+        write_tensors(temporary, tensors)
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[int, dict[str, Tensor]]:

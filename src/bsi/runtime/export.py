@@ -42,7 +42,7 @@ from bsi.backbones.layers import Backbone
 from bsi.backbones.mlp import MLP
 from bsi.backbones.unet import UNet
 from bsi.errors import BsiError, CorruptCheckpoint, UsageError, extra
-from bsi.io import atomic, check_writable, make_folder, write_json, write_text
+from bsi.io import atomic, check_writable, make_folder, read_tensors, write_json, write_tensors, write_text
 from bsi.methods import METHODS, Method
 from bsi.methods.base import Parametrization
 from bsi.model import Model
@@ -122,8 +122,8 @@ class DataSpec:
     def build(self, config: BackboneConfig) -> Backbone:
         """A network for this data."""
         if isinstance(config, AutoencoderConfig) and self.bins is None:
-            got = f"got {self.name} of {type(self.kind).__name__.lower()}"
-            raise UsageError(f"an autoencoder is trained on images, {got}. Name a dataset of images with --data.name.")
+            got = f"got {self.name} of {type(self.kind).__name__.lower()}. Name another with --data.name."
+            raise UsageError(f"an autoencoder is trained on images, {got}")
         return build(config, *self.sizes)
 
 
@@ -186,22 +186,18 @@ class Trained:
         """The description of a model. One that was loaded, and not changed since, keeps its recipe, step and data."""
         network = getattr(model.denoiser.backbone, "_orig_mod", model.denoiser.backbone)  # of a compiled network
         if type(model.method) not in METHODS.values():
-            raise UsageError(
-                f"the method {model.method!r} could not be loaded again by its name. Register it first: "
-                f"bsi.methods.register(name, {type(model.method).__name__})."
-            )
+            fix = f"Register it first: bsi.methods.register(name, {type(model.method).__name__})."
+            raise UsageError(f"the method {model.method!r} could not be loaded again by its name. {fix}")
         data = DataSpec("", "", 0, model.stored_shape, model.kind, model.classes or 0, model.class_names)
         if not isinstance(model.autoencoder, StoredAutoencoder | None):
             raise UsageError(f"an autoencoder of your own cannot be stored, got {type(model.autoencoder).__name__}.")
         config, denoiser, known = config_of(network, data), model.denoiser, model.origin
         weights = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in network.state_dict().items()}
         own = class_name(network) if config is None else ""
-        if isinstance(known, Trained) and (known.recipe.method, known.recipe.backbone) == (model.method, config):
-            return replace(
-                known, network=own, weights=weights, ema=False, sigma_rel=None, autoencoder=model.autoencoder
-            )
-        spec = ModelSpec(name, model.method, config, denoiser.parametrization, denoiser.sigma_data, denoiser.consistent)
-        return Trained(spec, data, own, 0, weights, ema=False, autoencoder=model.autoencoder)
+        if not (isinstance(known, Trained) and known.recipe.method == model.method and known.recipe.backbone == config):
+            numbers = denoiser.parametrization, denoiser.sigma_data, denoiser.consistent
+            known = Trained(ModelSpec(name, model.method, config, *numbers), data, own, 0, weights)
+        return replace(known, network=own, weights=weights, ema=False, sigma_rel=None, autoencoder=model.autoencoder)
 
     def about(self) -> dict[str, Any]:
         """The JSON in the metadata of an export, which `read` reads."""
@@ -297,10 +293,8 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
     """Build the model of trained weights, in evaluation mode; error messages name `where` they were read from."""
     config, data = trained.recipe.backbone, trained.data
     if config is None and backbone is None:
-        raise UsageError(
-            f"{where} was trained with your own network, {trained.network}, and has only its weights. Pass one like it "
-            f"again, backbone={trained.network.rpartition('.')[2]}(...)."
-        )
+        own = f"{where} was trained with your own network, {trained.network}, and has only its weights."
+        raise UsageError(f"{own} Pass one like it again, backbone={trained.network.rpartition('.')[2]}(...).")
     if config is not None and backbone is not None:
         raise UsageError(f"{where} describes its network itself. Leave backbone out.")
     if config is not None:  # compare the shapes before memory is allocated
@@ -348,8 +342,9 @@ def read_trained(path: Path, ema: bool = True, step: int | None = None) -> Train
             # A running training has deleted this checkpoint, and has a newer one.
     if str(path) in INSTALLABLE and not path.exists():
         raise UsageError(f"the network {path} is not installed. Run: pip install --upgrade 'bsi[networks]'")
-    near, names = {found.name: found for found in _trained_in(path.parent)}, installed()
-    near |= {name: Path(name) for name in (*names, *INSTALLABLE) if path.name == str(path)}
+    names = installed()
+    near = {found.name: str(found) for found in _trained_in(path.parent)}
+    near |= {name: name for name in (*names, *INSTALLABLE) if path.name == str(path)}
     close = [near[name] for name in difflib.get_close_matches(path.name, near, n=1)]
     meant = " or ".join(map(str, _trained_in(path)[:MOST_SUGGESTED] or close))
     hint = f"Did you mean {meant}?" if meant else f"`bsi train` makes one; installed is {', '.join(names)}."
@@ -370,7 +365,7 @@ def _read_export(path: Path, step: int | None) -> Trained:
     if step is not None:
         raise UsageError(f"{path} is an exported file, which holds a single step. Leave step out.")
     given: dict[str, Any] = {}
-    metadata, weights = checkpoint.read_file(path)
+    metadata, weights = read_tensors(path)
     try:
         given = json.loads(metadata[METADATA])
         if given["format"] != EXPORT_FORMAT:
@@ -385,9 +380,8 @@ def _read_export(path: Path, step: int | None) -> Trained:
     except BsiError as error:
         if (written := given.get("bsi", __version__)) == __version__:
             raise
-        raise UsageError(
-            f"{error} It was written by bsi {written!s:.20}, and this is {__version__}: pip install --upgrade bsi"
-        ) from error
+        fix = f"It was written by bsi {written!s:.20}, and this is {__version__}: pip install --upgrade bsi"
+        raise UsageError(f"{error} {fix}") from error
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} does not describe its model: it was not written by `bsi export`.") from error
 
@@ -429,7 +423,7 @@ def write_export(path: Path, trained: Trained) -> Path:
         weights |= {f"{CODER}{name}": tensor for name, tensor in trained.autoencoder.tensors().items()}
         metadata[autoencoders.METADATA] = json.dumps(trained.autoencoder.about)
     with atomic(path, "--out") as temporary:
-        checkpoint.write_file(temporary, weights, metadata)
+        write_tensors(temporary, weights, metadata)
     return path
 
 
@@ -481,7 +475,5 @@ def _hub(purpose: str) -> Iterator[Any]:
         yield huggingface_hub
     except (OSError, ValueError) as error:  # its errors of HTTP and of missing files are of these kinds
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise UsageError(
-            f"cannot {purpose} with the Hugging Face hub: {reason}. Check the name, the connection and `hf auth "
-            f"whoami`; a folder that is on this machine is loaded by its path."
-        ) from error
+        fix = "Check the name, the connection and `hf auth whoami`; a folder on this machine is loaded by its path."
+        raise UsageError(f"cannot {purpose} with the Hugging Face hub: {reason}. {fix}") from error

@@ -42,8 +42,8 @@ from bsi.runtime.checkpoint import Saver, Snapshot
 from bsi.runtime.distributed import FailedTogether, Watchdog, World
 from bsi.runtime.ema import store_averages
 from bsi.runtime.run_folder import RunFolder, Sink, read_journal
-from bsi.training.dataset import Piece, Stream, TrainingData, piece_ids, piece_levels
-from bsi.training.step import Engine
+from bsi.training.dataset import TrainingData
+from bsi.training.step import Engine, Piece, Stream, piece_ids, piece_levels
 from bsi.values import Standardize
 
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.

@@ -40,9 +40,8 @@ from bsi.recipe import Recipe
 from bsi.runtime.checkpoint import Peers
 from bsi.runtime.distributed import Mail, World
 from bsi.runtime.ema import lerp_
-from bsi.training.dataset import Stream
 from bsi.training.optimizers import Optimizers, polar
-from bsi.training.step import Engine, Rows
+from bsi.training.step import Engine, Rows, Stream
 
 
 def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None, shards: int) -> None:

@@ -1,7 +1,20 @@
 """One training step: a batch, its gradients, then an update that happens only if everything is finite.
 
-    loss              (1/b) sum_i 2 L_M(x_i) / n over the global batch (dataset.py), with the weights of the recipe's
-                      objective
+Training reads one stream of samples, a function of the seed: there is no state to save. Step s takes the positions
+s b .. (s + 1) b - 1, where b is the global batch:
+
+    sample            sample_ids(seed, position)
+    mirror image      coins(seed, position)
+    label hidden      uniforms(seed', position) < p                 if labels are learned
+    noise eps         philox(seed, position)
+    level             t_i = (i / b + delta(seed, step)) mod 1       stratified over the global batch
+    dropout           generator(seed, step, first virtual shard)    seeded when a piece is read
+
+The global batch is divided into virtual shards. A rank takes consecutive shards and computes them in `accumulation`
+pieces. Everything is the same for any number of ranks, except for rounding and dropout, which is the same if ranks x
+accumulation is.
+
+    loss              (1/b) sum_i 2 L_M(x_i) / n over the global batch, with the weights of the recipe's objective
     gradient          the sum over ranks and pieces by DDP, or by FSDP (sharding.py); in the audit mode a sum over
                       virtual shards in a fixed order
     update            AdamW or Muon (optimizers.py) with the gradient's norm clipped, then the averages of the weights
@@ -17,29 +30,32 @@ all values that differ between steps are in tensors: on a single GPU it is recor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import cast
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsi.backbones.layers import Backbone
 from bsi.consistency import gap_at
+from bsi.data.batches import BatchSource, ahead, flip
 from bsi.errors import UsageError
+from bsi.levels import low_discrepancy
 from bsi.methods.base import Predictor
 from bsi.model import Model
 from bsi.objective import Loss
 from bsi.recipe import Recipe
+from bsi.rng import derive, sample_ids, seed_words, standard_normal, uniforms
 from bsi.runtime.checkpoint import Peers, Stored
 from bsi.runtime.distributed import Watchdog, World
 from bsi.runtime.ema import Average, EmaModel, PowerAverages, Profile
 from bsi.runtime.export import differences
-from bsi.training.dataset import Batch, Stream
 from bsi.training.optimizers import Optimizers
 from bsi.training.replay import Replay, replayable
 
@@ -51,28 +67,136 @@ Rows = slice | EllipsisType
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 
 
+# ---- The batch -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive virtual shards of one step's global batch, from `shard` on."""
+
+    step: int
+    shard: int
+    offset: int
+    count: int
+
+
+def shards_of(rank: int, world: int, shards: int) -> range:
+    """The virtual shards of a rank: consecutive, and the same number for each rank."""
+    each = shards // world
+    return range(rank * each, (rank + 1) * each)
+
+
+def pieces(recipe: Recipe, step: int, rank: int, world: int) -> list[Piece]:
+    """The pieces that a rank computes in a step, each in one forward and backward pass."""
+    shards = shards_of(rank, world, recipe.shards)
+    each = 1 if recipe.audit else len(shards) // recipe.accumulation
+    samples = recipe.batch // recipe.shards
+    return [Piece(step, s, s * samples, each * samples) for s in range(shards.start, shards.stop, each)]
+
+
+def piece_ids(recipe: Recipe, n: int, piece: Piece) -> Int64[np.ndarray, " count"]:
+    """The samples of a piece, out of n."""
+    return sample_ids(recipe.seed, n, piece.step * recipe.batch + piece.offset, piece.count)
+
+
+def piece_levels(recipe: Recipe, piece: Piece) -> Float[Tensor, " count"]:
+    """t for the samples of a piece, stratified over the global batch."""
+    delta = derive(recipe.seed, "levels", piece.step) / 2**63
+    return low_discrepancy(recipe.batch, delta)[piece.offset : piece.offset + piece.count]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data, levels and noise of a piece, on the device."""
+
+    data: Tensor
+    t: Float[Tensor, " batch"]
+    eps: Float[Tensor, "batch *data"]
+    cond: Int64[Tensor, " batch"] | None = None
+    """Labels; the number of classes stands for a hidden label."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.data, self.t, self.eps, self.cond) if tensor is not None]
+
+
+class Stream:
+    """A rank's batches from step `start` on. The data of the next batches is fetched in the background."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: BatchSource,
+        shape: tuple[int, ...],
+        world: World,
+        start: int,
+        labels: Int64[np.ndarray, " count"] | None = None,
+        classes: int = 0,
+    ) -> None:
+        self.recipe, self.source, self.shape, self.world = recipe, source, shape, world
+        self.labels, self._classes = labels, classes
+        self._noise_seed = seed_words(derive(recipe.seed, "noise"), world.device)
+        ids = (self._ids(piece) for step in range(start, recipe.steps) for piece in self._pieces(step))
+        self._data = ahead(source, ids)
+
+    def step(self, step: int) -> Iterator[Batch]:
+        """The batches of a step. Steps must be read in order, and each batch computed before the next is read."""
+        for piece in self._pieces(step):
+            yield self._batch(piece, next(self._data))
+
+    def first(self, step: int) -> Batch:
+        """The first batch of a step, without advancing the stream."""
+        piece = self._pieces(step)[0]
+        return self._batch(piece, self.source.take(self._ids(piece)))
+
+    def close(self) -> None:
+        """Stop fetching."""
+        if isinstance(self._data, Generator):
+            self._data.close()
+
+    def _pieces(self, step: int) -> list[Piece]:
+        return pieces(self.recipe, step, self.world.rank, self.world.size)
+
+    def _ids(self, piece: Piece) -> Int64[np.ndarray, " count"]:
+        return piece_ids(self.recipe, len(self.source), piece)
+
+    def _batch(self, piece: Piece, data: Tensor) -> Batch:
+        """A piece with its levels, noise and labels; also seeds torch's generator, which draws its dropout masks."""
+        recipe, device = self.recipe, self.world.device
+        start = piece.step * recipe.batch + piece.offset
+        if recipe.data.flips:
+            data = flip(data, recipe.seed, start)
+        t = piece_levels(recipe, piece).to(device, non_blocking=True)
+        positions = torch.arange(start, start + piece.count, device=device)
+        eps = standard_normal(self._noise_seed, positions, 0, self.shape)
+        cond = None
+        if self.labels is not None:
+            hidden = uniforms(derive(recipe.seed, "unlabelled"), start, piece.count) < recipe.data.unlabeled
+            seen = np.where(hidden, self._classes, self.labels[self._ids(piece)])
+            cond = torch.from_numpy(seen).to(device, non_blocking=True)
+        torch.manual_seed(derive(recipe.seed, "dropout", piece.step, piece.shard))
+        return Batch(data, t, eps, cond)
+
+
+# ---- The step --------------------------------------------------------------------------------------------------------
+
+
 class Engine:
     """A model, its optimizer, its averages and the counters on the device. `step` advances all of them.
 
     Every rank has the whole network, and DDP sums the gradients of several ranks. sharding.py has the engine of ranks
     that divide a network; `engine_of` chooses.
-
-    Attributes:
-        network: What a step calls.
-        parts: This rank's part of each parameter, by name: plain tensors.
-        divisor: By what the ranks' sum of gradients is divided.
-        sharded: Whether ranks hold different parts.
-        writes: Whether this rank writes a part of a checkpoint.
     """
 
-    sharded = False
+    sharded = False  # whether ranks hold different parts of the network
 
     def __init__(
         self, recipe: Recipe, model: Model, world: World, half: torch.dtype | None, record: bool = True
     ) -> None:
         self.recipe, self.model, self.world, self.half = recipe, model, world, half
-        self.backbone, self.network = model.denoiser.backbone, cast(nn.Module, model.denoiser)
-        self.divisor, self.writes = world.size, world.first
+        self.backbone, self.network = model.denoiser.backbone, cast(nn.Module, model.denoiser)  # a step calls `network`
+        self.divisor = world.size  # by which DDP divides the sum of gradients
+        self.writes = world.first  # whether this rank writes a part of a checkpoint
         self.divide()
         self.parameters = [part for part in self.parts.values() if part.requires_grad]
         self.powers = PowerAverages(self.parts, recipe.ema.powers)

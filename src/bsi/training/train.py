@@ -40,11 +40,11 @@ from bsi.runtime.out_of_memory import check_host, enough_to_train
 from bsi.runtime.run_folder import RunFolder, RunRecord, Sink, State
 from bsi.sampler import Sampler
 from bsi.sampling import levels_of
-from bsi.training.dataset import Stream, open_training_data
+from bsi.training.dataset import open_training_data
 from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
 from bsi.training.resume import find_checkpoint, restore
-from bsi.training.step import Engine, engine_of
+from bsi.training.step import Engine, Stream, engine_of
 from bsi.values import DataKind, Symbols
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
@@ -104,7 +104,7 @@ def train(
     device: str | None = None,
     hang_after_s: float = 600.0,
     named: Recipe | None = None,
-    begin: Callable[[], None] | None = None,
+    begin: Callable[[torch.device], None] | None = None,
     command_line: bool = False,
 ) -> Run:
     """Train a recipe, or resume, and return its run.
@@ -125,7 +125,7 @@ def train(
         device: cuda or cpu. By default a GPU, if there is one.
         hang_after_s: Seconds without progress after which the run ends, naming the rank that hangs.
         named: The recipe that this one was derived from; run.json lists the differences.
-        begin: Called after all checks, if there is something to train.
+        begin: Called with the device on the first rank, after all checks, if there is something to train.
         command_line: Whether messages name options of the command line.
     """
     if not isinstance(recipe, Recipe):
@@ -178,8 +178,8 @@ def train(
                 set_weights(model, read_trained(Path(init_from)), str(init_from))
             model = _fastest(model if recipe.sharded else model.to(world.device), recipe, half).train()
             engine = enter(closing(engine_of(recipe, model, world, half)))
-        if begin is not None:
-            begin()
+        if begin is not None and world.first:
+            begin(world.device)
         _check_threads(engine, log_once)
         restore(engine, resumed.checkpoint, folder.checkpoints, log)
 

@@ -77,8 +77,8 @@ def test_options_of_another_source_are_rejected(root, tmp_path, capsys):
         (["arrays", "--from", path, "--to", to, "--bins", "0", "1", "4"], "already holds a dataset"),
         (["arrays"], "--from PATH"),
         (["digits", "--from", path], "part of the package"),
-        (["cifar-10"], "Did you mean 'cifar10'"),
-        (["nonsense"], "The sources are cifar10"),
+        (["cifar-10"], "did you mean 'cifar10'"),
+        (["nonsense"], "sources are cifar10"),
         ([], "bsi data NAME"),
     ):
         assert main(["data", *words]) == 2

@@ -107,7 +107,7 @@ def test_ctrl_c_ends_a_program_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_unknown_trackers_and_missing_packages_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong, words in ((["wandbb"], "Did you mean 'wandb'"), ("wandb", r"track=\['wandb'\]")):
+    for wrong, words in ((["wandbb"], "did you mean 'wandb'"), ("wandb", r"track=\['wandb'\]")):
         with pytest.raises(UsageError, match=words):
             bsi.train(RECIPE, data=DATA, out=tmp_path / "run", track=wrong)
     for name, (package, _) in TRACKERS.items():

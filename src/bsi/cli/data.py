@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import shlex
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ import tyro
 from bsi.cli.options import Json, answer
 from bsi.data import arrays, images, published, store
 from bsi.data.prepare import prepare
-from bsi.errors import DataError, UsageError
+from bsi.errors import DataError, UsageError, unknown
 from bsi.io import data_folder
 from bsi.progress import log
 from bsi.values import Latents, Standardize, Symbols
@@ -114,17 +113,13 @@ class DataOptions:
         name, path = self.name, self.from_
         if name is None:
             raise UsageError("no data was named. Use `bsi data NAME`; `bsi data --list` shows the names.")
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
-        options = {option: value for option, value in options.items() if value is not None and value is not False}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in COMMON}
+        options = {option: value for option, value in given.items() if value is not None and value is not False}
         existing = name in {"digits", *(folder.name for folder in store.prepared())}
         if existing and path is None and self.to is None and (name not in SOURCES or not options):
             if options:
                 raise UsageError(f"{name} is prepared already: leave out {_flags(options)}.")
-            dataset = store.open_dataset(name)
-            if self.verify:
-                dataset.verify()
-            _show(dataset, self.json)
-            return 0
+            return self.show(store.open_dataset(name))
         if name == "digits":
             raise UsageError("the digits are part of the package: leave out --from and --to.")
         plan = make_source(name, path, options).plan()
@@ -132,9 +127,7 @@ class DataOptions:
             clash = f"a dataset made from {path} would be named {plan.name!r}, like a source"
             raise UsageError(f"{clash}. Choose a folder with --to FOLDER.")
         dataset = prepare(plan, data_folder() / plan.name if self.to is None else self.to)
-        if self.verify:
-            dataset.verify()
-        _show(dataset, self.json)
+        self.show(dataset)
         if not len(dataset.test):
             log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
         # The command that trains on it: with larger patches for large images, and with labels if they were requested.
@@ -151,19 +144,25 @@ class DataOptions:
         log(f"next: {command}")
         return 0
 
+    def show(self, dataset: store.Dataset) -> int:
+        if self.verify:
+            dataset.verify()
+        answer(self.json, _record(dataset), _line(dataset))
+        for note in dataset.manifest.notes:
+            log(f"bsi data: {note}.")
+        return 0
+
 
 def make_source(name: str, path: str | None, options: dict[str, Any]) -> Source:
     """The source of that name with its options. Raises an error for an unknown name or option."""
     if name not in SOURCES:
-        near = difflib.get_close_matches(name, SOURCES, 1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"The sources are {', '.join(SOURCES)}."
-        raise UsageError(f"unknown source of data {name!r}. {hint}")
+        raise unknown("data source", name, SOURCES)
     kind: Any = SOURCES[name][0]
     known = {field.name: field for field in fields(kind)}
-    if unknown := [option for option in options if option not in known]:
+    if wrong := [option for option in options if option not in known]:
         takes = _flags(option for option in known if option != "path") or "no options"
-        kept = " Labels in the data are kept without it." if "labels" in unknown and name != "wav" else ""
-        raise UsageError(f"{name} has no {_flags(unknown)}; it takes {takes}.{kept}")
+        kept = " Labels in the data are kept without it." if "labels" in wrong and name != "wav" else ""
+        raise UsageError(f"{name} has no {_flags(wrong)}; it takes {takes}.{kept}")
     if path is not None:
         options = {**options, "path": path if name in ("binary", "huggingface", "latents") else Path(path)}
     elif known["path"].default is MISSING:
@@ -193,12 +192,6 @@ def _list(args: DataOptions) -> int:
     lines = ["sources:", *(f"  {name:<12} {summary}" for name, summary in summaries.items())]
     lines += [f"prepared in {data_folder()}:", *(f"  {_line(dataset)}" for dataset in datasets)]
     return answer(args.json, {**found, "datasets": [_record(dataset) for dataset in datasets]}, "\n".join(lines))
-
-
-def _show(dataset: store.Dataset, as_json: bool) -> None:
-    answer(as_json, _record(dataset), _line(dataset))
-    for note in dataset.manifest.notes:
-        log(f"bsi data: {note}.")
 
 
 def _record(dataset: store.Dataset) -> dict[str, Any]:

@@ -185,9 +185,8 @@ def bound(args: Eval, world: World) -> Found:
         )
     models = [runs.evaluated(each, split, args.limit) for each in opened]
     if args.variance != "none" and args.finite_k is not None:
-        for i, each in enumerate(opened):
-            fitted = runs.fitted_variance(each.model, split.dataset, args.variance, args.batch_size)
-            models[i] = replace(models[i], variance=fitted)
+        fit = (runs.fitted_variance(each.model, split.dataset, args.variance, args.batch_size) for each in opened)
+        models = [replace(each, variance=variance) for each, variance in zip(models, fit, strict=True)]
     with runs.own_error():
         if args.paired:
             first, second = estimate_pair(models[0], models[1], estimator, world, progress=True)

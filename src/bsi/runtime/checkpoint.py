@@ -106,7 +106,12 @@ def _save(root: Path, snapshot: Snapshot, keep: Keep, check: Callable[[], None],
         else:
             peers.mail.send(f"{peers.saves}/folder", temporary.name)  # the others write into it too
             files = write_files(temporary, snapshot, peers.part) | peers.collect()
-        write_manifest(temporary, snapshot, files, FORMAT if peers is None else SHARDED_FORMAT)
+        version = FORMAT if peers is None else SHARDED_FORMAT
+        state = {"format": version, "step": snapshot.step, **snapshot.state}
+        (temporary / STATE).write_text(canonical_json(state), "utf-8")
+        manifest = {"format": version, "files": files | _synced(temporary / STATE)}
+        io.write_json(temporary / MANIFEST, {**manifest, "sha256": fingerprint(manifest)})
+        io.sync_folder(temporary)
         check()
         publish(temporary, final)
         move_latest(root, final.name)
@@ -135,15 +140,6 @@ def write_files(folder: Path, snapshot: Snapshot, part: str = "") -> Files:
         io.write_tensors(path, tensors)
         files |= _synced(path)
     return files
-
-
-def write_manifest(folder: Path, snapshot: Snapshot, files: Files, version: int) -> None:
-    """Write and sync the state, then the manifest."""
-    state = {"format": version, "step": snapshot.step, **snapshot.state}
-    (folder / STATE).write_text(canonical_json(state), "utf-8")
-    manifest = {"format": version, "files": files | _synced(folder / STATE)}
-    io.write_json(folder / MANIFEST, {**manifest, "sha256": fingerprint(manifest)})
-    io.sync_folder(folder)
 
 
 def _synced(path: Path) -> Files:

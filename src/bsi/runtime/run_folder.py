@@ -26,7 +26,6 @@ an "evaluate" line `bits_per_dim` is the complete bound, of test samples under t
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import json
@@ -45,7 +44,7 @@ from typing import Any, Literal
 import torch
 
 from bsi import __version__
-from bsi.errors import DataError, UsageError, extra
+from bsi.errors import DataError, UsageError, extra, unknown
 from bsi.io import append_line, read_json, write_json, write_text
 from bsi.progress import log
 from bsi.recipe import Recipe, changes, flat, from_plain, to_plain
@@ -297,9 +296,7 @@ def check_trackers(names: Sequence[str]) -> None:
         raise UsageError(f"track is a list of names, got {names!r}. Pass track=[{names!r}].")
     for name in names:
         if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"unknown tracker {name!r}. {hint}Known: {', '.join(TRACKERS)}.")
+            raise unknown("tracker", name, TRACKERS)
         with extra(name, f"--track {name}"):
             importlib.import_module(TRACKERS[name][0])
 

@@ -159,34 +159,35 @@ class Loop:
 
     def _observe(self) -> None:
         """Evaluate and draw samples if they are due."""
-        if {"evaluate", "sample"} & self.recipe.every.due(self.engine.steps_done, self.recipe.steps):
+        step = self.engine.steps_done
+        due = self.recipe.every.due(step, self.recipe.steps)
+        if {"evaluate", "sample"} & due:
+            self.watchdog.at(step, "evaluate")
             with self.engine.ema.evaluating() as model:
-                self._evaluate(model)
+                if "evaluate" in due and self.data.test is not None:
+                    self._evaluate(model, self.data.test)
+                    self.watchdog.at(step, "evaluate")
+                if "sample" in due and self.world.first:
+                    self.folder.check()
+                    path = draw_samples(model, self.recipe, self.folder.path / "samples" / f"step-{step:08d}")
+                    self._record("sample", {"file": f"samples/{path.name}"})
         self.pending = False
 
-    def _evaluate(self, model: Model) -> None:
+    def _evaluate(self, model: Model, test: BatchSource) -> None:
         recipe, step = self.recipe, self.engine.steps_done
-        due = recipe.every.due(step, recipe.steps)
-        self.watchdog.at(step, "evaluate")
-        if "evaluate" in due and self.data.test is not None:
-            try:
-                found = bound(model, self.data.test, recipe, self.world, self.stop)
-            except FailedTogether:
-                if self.world.any(bool(self.stop)):  # a signal; any other error occurs again in the resumed run
-                    raise self._preempted() from None
-                raise
-            self._record("evaluate", {**found.record(), "error": found.monte_carlo_error})
-            if self.world.first:
-                progress.log(f"step {step}: test {found}")
-                if step == recipe.steps and (text := self._baselines(self.data.test, found)):
-                    progress.log(f"for comparison, the same samples: {text}")
-                if step == recipe.steps and (text := _overfitted(self.folder.path, found)):
-                    progress.log(text)
-        self.watchdog.at(step, "evaluate")
-        if "sample" in due and self.world.first:
-            self.folder.check()
-            path = draw_samples(model, recipe, self.folder.path / "samples" / f"step-{step:08d}")
-            self._record("sample", {"file": f"samples/{path.name}"})
+        try:
+            found = bound(model, test, recipe, self.world, self.stop)
+        except FailedTogether:
+            if self.world.any(bool(self.stop)):  # a signal; any other error occurs again in the resumed run
+                raise self._preempted() from None
+            raise
+        self._record("evaluate", {**found.record(), "error": found.monte_carlo_error})
+        if self.world.first:
+            progress.log(f"step {step}: test {found}")
+            if step == recipe.steps and (text := self._baselines(test, found)):
+                progress.log(f"for comparison, the same samples: {text}")
+            if step == recipe.steps and (text := _overfitted(self.folder.path, found)):
+                progress.log(text)
 
     def _baselines(self, test: BatchSource, found: Elbo) -> str:
         """The baselines of the random subset of test samples that was evaluated."""

@@ -49,13 +49,12 @@ class Optimizers:
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
         parts = named if parts is None else parts
         inner = {id(p) for p in inner_matrices(network)} if settings.kind == "muon" else set[int]()
-        shapes = {n: p.shape for n, p in named.items() if id(p) in inner and _by_rows_in_memory(parts[n])}
-        self._muon = {n: parts[n] for n in shapes}
-        self._adam = {n: parts[n] for n in named if n not in shapes}
-        self.muon = Muon(
-            list(self._muon.values()), settings.momentum, settings.weight_decay, list(shapes.values()), orthogonalize
-        )
+        matrices = {n: parts[n] for n, p in named.items() if id(p) in inner}
+        self._muon = {n: p for n, p in matrices.items() if by_rows(p, p).data_ptr() == p.data_ptr()}
+        self._adam = {n: parts[n] for n in named if n not in self._muon}
         betas, decay = (settings.beta_1, settings.beta_2), settings.weight_decay
+        shapes = [named[n].shape for n in self._muon]
+        self.muon = Muon(list(self._muon.values()), settings.momentum, decay, shapes, orthogonalize)
         self.adam: Any = torch.optim.AdamW(  # capturable: the step count is on the device
             self._adam.values(), settings.lr, betas, weight_decay=decay, fused=True, capturable=True
         )
@@ -63,10 +62,6 @@ class Optimizers:
             self.adam.state[p] = {"step": torch.zeros((), device=p.device)} | {
                 kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in ("exp_avg", "exp_avg_sq")
             }
-
-    def zero_grad(self) -> None:
-        for p in (*self._adam.values(), *self._muon.values()):
-            p.grad = None
 
     def step(self, lr: Float[Tensor, ""], scale: Float[Tensor, ""], counts: Bool[Tensor, ""]) -> None:
         """Update the weights with their gradients divided by `scale`, if the step counts."""
@@ -141,10 +136,6 @@ def by_rows(matrix: Tensor, like: Tensor) -> Float[Tensor, "rows columns"]:
     """
     order = sorted(range(1, like.ndim), key=like.stride, reverse=True)
     return matrix.permute(0, *order).flatten(1)
-
-
-def _by_rows_in_memory(matrix: Tensor) -> bool:
-    return by_rows(matrix, matrix).data_ptr() == matrix.data_ptr()
 
 
 def inner_matrices(network: nn.Module) -> Sequence[Tensor]:

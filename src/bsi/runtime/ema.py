@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import safetensors
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from bsi.backbones.acceleration import compile_like
 from bsi.errors import UsageError
-from bsi.io import atomic, write_tensors
+from bsi.io import atomic, read_tensors, write_tensors
 from bsi.model import Model
 
 LARGE = 2**20  # elements: a pass over such a tensor takes longer than a kernel launch
@@ -158,12 +157,11 @@ class PowerAverages:
 
 
 def store_averages(run: Path, step: int, state: Mapping[str, Tensor]) -> None:
-    """Store the power-function averages of a step in a run folder."""
+    """Store the power-function averages of a step, on the host, in a run folder."""
     folder = run / "averages"
     folder.mkdir(exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     with atomic(folder / f"step-{step:08d}.safetensors") as temporary:
-        write_tensors(temporary, tensors)
+        write_tensors(temporary, {name: tensor.contiguous() for name, tensor in state.items()})
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[int, dict[str, Tensor]]:
@@ -176,16 +174,12 @@ def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[i
     end = max(files) if step is None else step
     if end not in files:
         raise UsageError(f"{run} has no averages of step {end}. Use one of {', '.join(map(str, files))}.")
-    stored: dict[Profile, Path] = {}
-    for at, path in files.items():
-        with safetensors.safe_open(path, framework="pt") as file:
-            stored |= {Profile(at, float(key.partition("/")[0])): path for key in file.keys() if at <= end}  # noqa: SIM118
-    profiles = list(stored)
+    widths = sorted({key.partition("/")[0] for key in read_tensors(files[end])[1]})
+    profiles = [Profile(at, float(width)) for at in files if at <= end for width in widths]
+    shares = dict(zip(profiles, coefficients(profiles, Profile(end, sigma_rel)).tolist(), strict=True))
     found: dict[str, Tensor] = {}
-    for profile, share in zip(profiles, coefficients(profiles, Profile(end, sigma_rel)), strict=True):
-        with safetensors.safe_open(stored[profile], framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                width, _, name = key.partition("/")
-                if float(width) == profile.sigma_rel:
-                    found[name] = found.get(name, 0.0) + float(share) * file.get_tensor(key).double()
+    for at in (at for at in files if at <= end):
+        for key, tensor in read_tensors(files[at])[1].items():
+            width, _, name = key.partition("/")
+            found[name] = found.get(name, 0.0) + shares[Profile(at, float(width))] * tensor.double()
     return end, {name: tensor.float() for name, tensor in found.items()}

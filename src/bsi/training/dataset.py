@@ -86,7 +86,7 @@ def open_training_data(
     train = as_source(data, device, recipe.data.workers)
     first = train.take(FIRST)
     shape, floats = tuple(first.shape[1:]), first.is_floating_point()
-    kind, note = _fitted(kind, first, data, train, prepared)
+    kind, note = (kind, "") if prepared and kind is not None else _fitted(kind, first, data, train)
     known = _labels(labels, len(train), name) if recipe.data.labels else None
     count = 0 if known is None else int(known.max(initial=-1)) + 1
     if names and count > len(names):
@@ -124,18 +124,13 @@ def _labels(given: object, count: int, name: str) -> Labels:
     return labels.astype(np.int64)
 
 
-def _fitted(
-    kind: DataKind | None, first: Tensor, data: object, train: BatchSource, prepared: bool
-) -> tuple[DataKind, str]:
-    """The kind of the data, fitted if that is left to do, with a note on what was assumed."""
-    fitted = kind is not None and not (isinstance(kind, Symbols) and kind.prior is None)
-    if kind is not None and fitted and prepared:
-        return kind, ""
+def _fitted(kind: DataKind | None, first: Tensor, data: object, train: BatchSource) -> tuple[DataKind, str]:
+    """The kind of the caller's data, fitted if that is left to do, with a note on what was assumed."""
     rows = _checked(kind, data, train)
-    if kind is not None and fitted:
-        return kind, ""
-    if isinstance(kind, Symbols):
+    if isinstance(kind, Symbols) and kind.prior is None:
         return Symbols.fit(rows.cpu(), kind.count, kind.names), ""
+    if kind is not None:
+        return kind, ""
     if first.is_floating_point():
         return Standardize.fit(rows), ""
     if first.dtype != torch.uint8:

@@ -292,14 +292,14 @@ class Cluster:
 class Prediction:
     """A training step on a cluster, calculated."""
 
-    memory_bytes: int
-    gather_bytes: int  # weights that an evaluation gathers on each rank, in addition to the state of training
-    sent_bytes: int
-    communication_s: float
-    computation_s: float
-    update_s: float
-    step_s: float
-    images_per_s: float
+    gib_per_rank: float
+    gib_gathered_in_evaluations: float  # weights on each rank, in addition to the state of training
+    gb_sent_per_step: float
+    communication_ms: float
+    computation_ms: float
+    update_ms: float
+    step_ms: float
+    predicted_images_per_s: float
 
 
 def predict(
@@ -326,6 +326,6 @@ def predict(
     exposed = communication - (computation if sharded else computation - forward)
     step = computation + max(0.0, exposed) + update
     return Prediction(
-        memory.bytes(-(-images // accumulation), ranks), 4 * costs.parameters if sharded else 0, round(sum(sent)),
-        communication, computation, update, step, batch / step,
+        memory.bytes(-(-images // accumulation), ranks) / 2**30, (4 * costs.parameters if sharded else 0) / 2**30,
+        sum(sent) / 1e9, 1e3 * communication, 1e3 * computation, 1e3 * update, 1e3 * step, batch / step,
     )  # fmt: skip

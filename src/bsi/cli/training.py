@@ -287,15 +287,4 @@ def _prediction(recipe: Recipe, sizes: Sizes, ranks: int, options: Options) -> d
         recipe.backbone, shape, cluster, recipe.batch, recipe.parallel, recipe.accumulation, bins, classes,
         1 + len(recipe.ema.powers), recipe.optimizer.kind,
     )  # fmt: skip
-    return {
-        "ranks": ranks,
-        "parallel": recipe.parallel,
-        "gib_per_rank": found.memory_bytes / 2**30,
-        "gib_gathered_in_evaluations": found.gather_bytes / 2**30,
-        "gb_sent_per_step": found.sent_bytes / 1e9,
-        "communication_ms": 1e3 * found.communication_s,
-        "computation_ms": 1e3 * found.computation_s,
-        "update_ms": 1e3 * found.update_s,
-        "step_ms": 1e3 * found.step_s,
-        "predicted_images_per_s": found.images_per_s,
-    }
+    return {"ranks": ranks, "parallel": recipe.parallel, **asdict(found)}

@@ -210,8 +210,7 @@ def quality(args: Eval, world: World) -> Iterator[Found]:
     levels_of(run.model.method, sampler)  # raises for an invalid sampler
     guided = [replace(sampler, guidance=each) for each in args.guidance]
     split = runs.open_split(run, args.reference, args.data)
-    if args.variance != "none":
-        runs.fitted_variance(run.model, split.dataset, args.variance, args.batch_size)
+    runs.fitted_variance(run.model, split.dataset, args.variance, args.batch_size)
     runs.speed_up(run, len(guided) * args.num * args.steps // world.size)
     with logged_warnings("bsi eval", world.first):
         extractor = Inception(args.inception, world.device)

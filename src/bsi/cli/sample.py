@@ -86,8 +86,7 @@ class Sample:
                 network.compute_dtype = compute_dtype(self.precision, model.device)
                 if self.num >= COMPILED:
                     accelerate(network, model.device)
-            if self.sampler.variance != "none":
-                fitted_variance(model, trained.data.name, self.sampler.variance, self.batch_size)
+            fitted_variance(model, trained.data.name, self.sampler.variance, self.batch_size)
             rate = self.rate
             if rate is None and form_of(model.shape, model.kind) == SOUND:
                 rate = _dataset_rate(trained.data.name, trained.data.version)

@@ -67,10 +67,7 @@ class Arrays:
         kind: Kind = Bins(*self.bins) if self.bins else Symbols(self.symbols) if self.symbols is not None else None
         with ExitStack() as stack:
             arrays = _opened(path, stack)
-            data, shape = (
-                {name: arrays[name] for name in ("train", "test") if name in arrays},
-                arrays["train"].shape[1:],
-            )
+            data, shape = {n: arrays[n] for n in ("train", "test") if n in arrays}, arrays["train"].shape[1:]
             for split, array in data.items():
                 _labels(arrays, split)
                 if array.shape[1:] != shape:

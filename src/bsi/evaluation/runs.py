@@ -140,8 +140,10 @@ def evaluated(run: EvaluatedRun, split: Split, limit: int | None = None) -> Eval
     return run.model.on(source, ids=subset(len(source), len(source) if limit is None else limit))
 
 
-def fitted_variance(model: Model, dataset: Dataset | str, kind: str, batch_size: int = 256) -> Variance:
-    """The predictive variance of a model, fitted to random samples of a dataset's training part."""
+def fitted_variance(model: Model, dataset: Dataset | str, kind: str, batch_size: int = 256) -> Variance | None:
+    """The predictive variance of a model, fitted to random samples of a dataset's training part; None for `none`."""
+    if kind == "none":
+        return None
     try:
         rows = (open_dataset(dataset) if isinstance(dataset, str) else dataset).split("train")
     except DataError as error:

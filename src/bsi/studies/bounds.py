@@ -245,12 +245,7 @@ def variance_aware(scale: Scale) -> StudySteps:
         "L_M^k less L_M^inf, bits/dim": outcome.table("transition", ks, excess, "k = {}"),
         f"samples ({scale.metric})": outcome.table("sampler", steps, found, "{} steps"),
         f"rate and distortion after the first of {steps[-1]} steps": [
-            {
-                "transition": name,
-                "steps": int(j),
-                "bits/dim": float(each["rate"][j]),
-                "PSNR, dB": float(psnr[name][j]),
-            }
+            {"transition": name, "steps": int(j), "bits/dim": float(each["rate"][j]), "PSNR, dB": float(psnr[name][j])}
             for name, each in rates.items()
             for j in chosen
         ],

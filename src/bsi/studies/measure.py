@@ -142,8 +142,7 @@ class Bound(Job):
         """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
         dataset, batch = open_dataset(self.network.data.name), store.scale.batch
         test = model.on(as_source(dataset.split("test"), model.device))
-        if self.variance != "none":
-            test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
+        test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
         if self.alpha_R is not None:
             assert isinstance(test.method, BSI)
             test = replace(test, method=replace(test.method, alpha_R=self.alpha_R))
@@ -170,8 +169,7 @@ class Rates(Job):
     def measure(self, model: Model, store: Store) -> Result:
         dataset, batch = open_dataset(self.network.data.name), store.scale.batch
         test = model.on(as_source(dataset.split("test")[: self.images], model.device))
-        if self.variance != "none":
-            test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
+        test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
         found = rate_distortion(test, self.steps, batch)
         arrays = {"rate": np.array(found.bits_per_dim), "error": np.array(found.squared_error)}
         return Result({"images": test.count}, arrays)
@@ -228,8 +226,7 @@ class Quality(Job):
         Samples are kept in the store until their distance is known, so that an interrupted drawing resumes.
         """
         dataset, extractor = open_dataset(self.network.data.name), _extractor(self.metric, model.device)
-        if self.sampler.variance != "none":
-            fitted_variance(model, dataset, self.sampler.variance, store.scale.batch)
+        fitted_variance(model, dataset, self.sampler.variance, store.scale.batch)
         batch, kept = store.scale.batch, store.folder / "measurements" / f"{self.name}-samples"
         file = SampleFile.of(model, self.sampler, self.seed, None, kept / "samples.npz", self.num)
 

@@ -292,7 +292,7 @@ class Density(nn.Module):
         *,
         probes: int | None = 1,
         draws: int = 1,
-        tolerance: float = 1e-2,
+        tolerance: float | None = None,
         seed: int = 0,
         batch_size: int = 256,
         progress: bool = False,
@@ -307,7 +307,8 @@ class Density(nn.Module):
                 backward passes as a sample has dimensions.
             draws: Positions within the bins of each sample. The bound, ln of the mean of their weights, rises with
                 their number. More than one needs `probes=None`: the noise of an estimated trace would raise it too.
-            tolerance: Error of each step of the integration, in nats.
+            tolerance: Error of each step of the integration, in nats; by default 1e-4 for each dimension, from
+                1e-2 to 0.5. A 32x32 image takes some 500 evaluations with their gradients, minutes on a CPU.
 
         Example:
 
@@ -327,6 +328,7 @@ class Density(nn.Module):
         self.warn_discrete(data)
         check_condition(cond, len(data))
         divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)
+        tolerance = min(max(1e-2, 1e-4 * math.prod(self.shape)), 0.5) if tolerance is None else tolerance
 
         def log_weight(x: Data, predict: Predictor, ids: Rows, draw: int, watch: flow.Watch) -> PerSample:
             if self.bins is None:

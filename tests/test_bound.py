@@ -26,7 +26,7 @@ from bsi.methods import BFN, BSI, VDM
 from bsi.oracle import Mixture
 from bsi.recipe import Evaluation
 from bsi.runtime.distributed import FailedTogether, Place, World, join
-from bsi.training.loop import StopFlag, bound
+from bsi.training.loop import bound
 from bsi.values import Bins
 from repetitions import repeat
 
@@ -336,7 +336,7 @@ def test_the_bound_during_training_is_of_a_random_subset():
     data = torch.cat([0.1 * noisy.flip(0), 2 * noisy])  # stored by class, the easier one first
     model = bsi.Model(Scale(), bsi.BSI(1.0, alpha_M=100.0), (4,))
     recipe = replace(bsi.recipes.digits(), evaluation=Evaluation(images=256))
-    found = bound(model, as_source(data), recipe, World(Place(), torch.device("cpu")), StopFlag())
+    found = bound(model, as_source(data), recipe, World(Place(), torch.device("cpu")))
     exact = model.elbo(data, measure=20)
     error = math.hypot(found.monte_carlo_error, found.data_error, exact.monte_carlo_error)
     assert len(found.nats) == 256

@@ -145,6 +145,9 @@ def test_one_column_on_a_grid_among_many_is_named() -> None:
     model = bsi.Model(Zero(), bsi.BSI(alpha_M=1e10), (40,), parametrization="edm")
     with pytest.warns(UserWarning, match="in column 7 are repeated"):
         model.elbo(x)
+    x[:, ::3] = x[:, ::3].round()
+    with pytest.warns(UserWarning, match=r"in column 0, 3, 6 and 12 more are repeated \(a share of 1\): they have no"):
+        model.elbo(x)
 
 
 def test_one_frequent_value_gives_a_warning_that_data_is_discrete() -> None:

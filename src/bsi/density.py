@@ -37,6 +37,7 @@ from bsi.variance import Variance, named_variance
 DEQUANTIZATION = 1 << 27  # the stream of noise for the positions within bins, apart from those of probes
 SEARCHED, SEARCHED_VALUES = 4096, 1 << 22  # rows and values of the data that are searched for repetitions
 ROUNDED_ROWS, FEWEST_ROUNDED = 64, 32  # and for rounded values, and the fewest that are not multiples by chance
+NAMED = 3  # columns in the message about them
 BY_CHANCE = 4  # pairs of equal values that are no sign of discrete data
 
 Array = Tensor | np.ndarray
@@ -78,6 +79,7 @@ class Density(nn.Module):
         self.denoiser = Denoiser(backbone, method, parametrization, sigma_data, clip, self.symbols, consistent)
         self.class_names = class_names
         self.origin: object = None  # the description of the file that the model was loaded from
+        self.sampler = Sampler()  # how `sample` draws by default; a loaded run has that of its recipe
         self.variances: dict[str, Variance] = {}
         if class_names and self.classes not in (None, len(class_names)):
             raise UsageError(f"each label needs one name, got {len(class_names)} names for {self.classes} labels")
@@ -484,17 +486,16 @@ def _warn_discrete(data: Data, noise: Float64[Tensor, "..."]) -> None:
     some, noise = columns[:: -(-len(columns) // most)], noise.expand(columns.shape[1])
     share, repeated = _repeated(some, noise)
     rounded = _step(some[:ROUNDED_ROWS], noise)
-    often, step = f"{float(share.max()):.2g}", f"{float(rounded.max()):.3g}"
     for problem, found in (
-        (f"a share of {often} of the values{{}} are repeated", repeated),
-        (f"the values{{}} are multiples of {step}, which is more than the noise of the last level", rounded > 0),
+        (f"repeated (a share of {float(share.max()):.2g})", repeated),
+        (f"multiples of {float(rounded.max()):.3g}, more than the noise of the last level", rounded > 0),
     ):
         if bad := found.nonzero()[:, 0].tolist():
-            where = f" in column {', '.join(map(str, bad[:10]))}" if data.ndim == 2 else ""
+            more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+            where = f" in column {', '.join(map(str, bad[:NAMED]))}{more}" if data.ndim == 2 else ""
             warnings.warn(
-                f"{problem.format(where)}, so the data has no density, and a bound in nats can fall without limit. "
-                f"Describe discrete data with bsi.Bins or bsi.Symbols, leave such columns out, or add noise of the "
-                f"width of one unit.",
+                f"values{where} are {problem}: they have no density, and a bound in nats can fall without limit. "
+                f"Add uniform noise as wide as their steps, leave them out, or use bsi.Bins or bsi.Symbols.",
                 stacklevel=6,
             )
             return

@@ -38,7 +38,7 @@ from bsi.levels import Proposal
 from bsi.likelihood import categorical_normal, discretized_normal, normal
 from bsi.methods.base import Method, Predictor
 from bsi.symbols import SymbolPredictor, log_prob
-from bsi.values import DataKind, Standardize, Symbols
+from bsi.values import DataKind, Standardize, Symbols, unit_of_bounds
 
 Proposals = Literal["loguniform", "exact", "fitted"]
 
@@ -317,8 +317,8 @@ class Elbo:
             pilot_evaluations=self.pilot_evaluations + other.pilot_evaluations,
         )
 
-    def record(self) -> dict[str, float | bool | None]:
-        """Bound, errors and terms in bits per dimension, JSON-serializable: a number that is not finite is None."""
+    def record(self) -> dict[str, float | bool | str | None]:
+        """Bound, errors and terms in bits per element, JSON-serializable: a number that is not finite is None."""
         unit = self.n * math.log(2)
         values = {
             "bits_per_dim": self.bits_per_dim,
@@ -333,7 +333,8 @@ class Elbo:
             "prior": float(self.prior.mean()) / unit,
             "change_of_units": self.log_determinant / math.log(2),
         }
-        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+        known = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return {**known, "element": self.element}
 
     def __float__(self) -> float:
         return self.bits_per_dim
@@ -342,7 +343,7 @@ class Elbo:
         return format(self.bits_per_dim, spec) if spec else str(self)
 
     def __str__(self) -> str:
-        unit, scale = ("bits", 1.0) if self.binned else ("nats", math.log(2))
+        unit, scale = unit_of_bounds(self.binned)
         at_most = "" if self.data_resolved or len(self.nats) < 2 else "at most "
         bits = "" if self.binned else f"; {self.bits_per_dim:.4f} bits/dim"
         return (

@@ -78,7 +78,8 @@ class Model(Density):
 
         Args:
             num: How many samples, or a range of their numbers i.
-            sampler: How to draw them; `changes` are fields of it: `model.sample(16, steps=32, guidance=2.0)`.
+            sampler: How to draw them, by default `model.sampler`; `changes` are fields of it: `model.sample(16,
+                steps=32, guidance=2.0)`.
             label: The class of all samples, or a sequence of classes that sample i takes in turn: `range(10)`.
             cond: A condition with one row for each sample, in place of `label`.
             batch_size: Samples that are drawn together.
@@ -90,7 +91,7 @@ class Model(Density):
             >>> model.sample(4, steps=8, seed=1).shape
             torch.Size([4, 1, 8, 8])
         """
-        sampler = self.named(replace(sampler or Sampler(), **changes))
+        sampler = self._sampler(sampler, changes)
         variance = self.variance(sampler.variance)
 
         def begin(predict: Predictor, rows: Rows, numbers: Rows) -> Iterator[Step]:
@@ -120,7 +121,7 @@ class Model(Density):
             1.58 (2, 1, 8, 8)
             1e+04 (2, 1, 8, 8)
         """
-        sampler, numbers = self.named(replace(sampler or Sampler(), **changes)), _numbers(num)
+        sampler, numbers = self._sampler(sampler, changes), _numbers(num)
         predict = self._given(self._condition(numbers, label, cond), torch.arange(len(numbers)), sampler.guidance)
         variance = self.variance(sampler.variance)
         return self._evaluated(self._steps(predict, sampler, numbers.to(self.device), seed, variance))
@@ -311,6 +312,10 @@ class Model(Density):
             raise UsageError(f"this network was trained without labels, got label={label}. Train it with labels.")
         known = torch.as_tensor([label] if isinstance(label, int) else list(label))
         return known[torch.as_tensor(numbers) % len(known)]
+
+    def _sampler(self, given: Sampler | None, changes: dict[str, Any]) -> Sampler:
+        default = self.sampler.with_variance(changes.get("variance", self.sampler.variance))
+        return self.named(replace(given or default, **changes))
 
     def _draw(
         self,

@@ -135,7 +135,7 @@ class Progress:
         self.what, self.total, self.unit, self.done, self.note = what, total, unit, done, ""
         self.stream = stream or _stderr()
         self.live = supports_bars(self.stream)
-        self._first = self._shown_count = done
+        self._first, self._shown = done, (done, "")
         self._started = self._shown_at = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -144,7 +144,7 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.live or self.done != self._shown_count:  # a plain line is not repeated
+        if self.live or self._shown != (self.done, self.note):  # a plain line is not repeated
             self._show()
         if self.live:
             Progress.bars -= 1
@@ -173,7 +173,7 @@ class Progress:
         return separator.join([*parts, self.note] if self.note else parts)
 
     def _show(self) -> None:
-        self._shown_at, self._shown_count = time.monotonic(), self.done
+        self._shown_at, self._shown = time.monotonic(), (self.done, self.note)
         _write(self.stream, CLEAR + self._row() if self.live else f"{self.line()}\n")
 
     def _row(self) -> str:

@@ -457,7 +457,7 @@ def audio_mini(method: str = "bsi") -> Recipe:
     return replace(
         series_mini(method), name="audio-mini",
         method=_with_last_precision(method, 6.7e10),  # noise of an eighth of a bin, the paper's ratio for 8-bit images
-        data=Data("sounds"), batch=16, steps=1500, optimizer=MUON_MINI,
+        data=Data("sounds"), batch=16, steps=1500, optimizer=MUON_MINI, evaluation=Evaluation(batch=16),
     )  # fmt: skip
 
 

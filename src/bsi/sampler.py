@@ -85,7 +85,7 @@ class Sampler:
         if self.variance != "none" and self.solver not in (None, "posterior"):
             raise UsageError(
                 f"a variance belongs to the steps of the solver posterior, got variance={self.variance!r} and "
-                f"solver={self.solver!r}. Leave one of them out."
+                f"solver={self.solver!r}. Choose the solver posterior, or no variance."
             )
 
     def record(self) -> dict[str, Any]:
@@ -95,6 +95,10 @@ class Sampler:
     def named(self, method: Method) -> Sampler:
         """The same sampler with an explicit solver, in place of None for the method's default."""
         return replace(self, solver=self.solver_for(method))
+
+    def with_variance(self, variance: VarianceKind) -> Sampler:
+        """The same sampler for steps with this variance, which need the solver posterior."""
+        return replace(self, variance=variance, solver=self.solver if variance == "none" else None)
 
     def solver_for(self, method: Method) -> str:
         return "posterior" if self.variance != "none" else self.solver or default_solver(method)

@@ -139,11 +139,19 @@ class Bins:
         if low < self.low or high > self.high:
             found = f"found values {low:g} to {high:g}, expected {self.low:g} to {self.high:g}"
             raise DataError(f"data lies outside its bins: {found}. Integer tensors are bin indices, floats are values.")
-        if self.low < 0 <= low and high <= 1:
-            off = ((data.double() - self.low) / self.width + 0.25) % 1 >= 0.5
-            if bool(off.any()):
-                got = f"got values between 0 and 1 for bins from {self.low:g} to {self.high:g}"
-                raise DataError(f"data is not on its bins' centers, {got}. Use bins(data) for ToTensor's output.")
+        self.check_scale([data])
+
+    def check_scale(self, parts: Iterable[Array], fix: str = "Use bins(data) for ToTensor's output.") -> None:
+        """Raise if all values are between 0 and 1 and some on no bin's center, but the bins begin below 0."""
+        off = False
+        for part in parts:
+            if not (self.low < 0 <= part.min() and part.max() <= 1):
+                return
+            values = part.astype(np.float64) if isinstance(part, np.ndarray) else part.double()
+            off = off or bool((((values - self.low) / self.width + 0.25) % 1 >= 0.5).any())
+        if off:
+            got = f"got values between 0 and 1 for bins from {self.low:g} to {self.high:g}"
+            raise DataError(f"data is not on its bins' centers, {got}. {fix}")
 
 
 @dataclass(frozen=True)
@@ -408,6 +416,11 @@ KINDS: dict[str, type[DataKind]] = {  # by the name that a file gives them
 }  # fmt: skip
 
 CONTINUOUS = Standardize(0.0, 1.0)  # continuous data in its own units
+
+
+def unit_of_bounds(binned: bool) -> tuple[str, float]:
+    """The unit in which bounds are printed, and its number in a bit: discrete data in bits, continuous data in nats."""
+    return ("bits", 1.0) if binned else ("nats", math.log(2))
 
 
 def to_uint8(values: Float[np.ndarray, "*shape"], low: float = -1.0, high: float = 1.0) -> UInt8[np.ndarray, "*shape"]:

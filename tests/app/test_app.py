@@ -33,7 +33,7 @@ from bsi.data.images import Folder
 from bsi.data.prepare import prepare
 from bsi.data.store import open_dataset
 from bsi.errors import NonFinite, UsageError
-from bsi.recipe import Data, Optimizer, Recipe
+from bsi.recipe import Data, Optimizer, Recipe, Samples
 from bsi.sampler import Sampler
 from bsi.sampling import evaluations
 
@@ -72,6 +72,7 @@ def labeled_bench(folder: Path, steps: int = 150, test_fraction: float = 0.1) ->
         batch=16,
         optimizer=Optimizer(lr=1e-2),
         virtual_shards=4,
+        samples=Samples(4, Sampler(steps=9, solver="sde2")),
         threads=1,
     )
     return open_workbench(train(recipe, out=folder / "run").path, "pets", torch.device("cpu"))
@@ -170,6 +171,7 @@ def test_inpainting_keeps_what_is_known(bench, port):
 def test_class_and_guidance_reach_the_sampler(labeled):
     bench = labeled
     assert bench.about["classes"] == ("cat", "dog")
+    assert (bench.about["solver"], bench.about["evaluations"]) == ("sde2", 10), "as during training"
     image, hidden = np.zeros((1, 8, 8), np.float32), np.ones((8, 8), np.uint8)
     kinds: tuple[dict[str, Any], ...] = (
         {},

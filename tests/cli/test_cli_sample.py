@@ -21,6 +21,7 @@ from bsi.backbones import MLPConfig, build
 from bsi.cli import main
 from bsi.cli.eval import Eval
 from bsi.cli.sample import Sample, summary, write_samples
+from bsi.data import open_dataset
 from bsi.errors import BsiError, DataError, NonFinite, UsageError
 from bsi.evaluation.samples import PART, SampleFile
 from bsi.grids import GRIDS
@@ -306,6 +307,30 @@ def test_an_animation_draws_only_the_samples_it_shows(tmp_path):
     assert not list(tmp_path.glob("*.gif"))
 
 
+def test_a_run_is_sampled_as_during_its_training_unless_options_say_otherwise(tmp_path, capsys):
+    quick = "--every.evaluate 0 --every.sample 0 --samples.sampler.solver sde2 --samples.sampler.steps 3"
+    run = tmp_path / "run"
+    assert main(f"train digits --steps 1 {quick} --device cpu --out {run}".split()) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "a.safetensors")]) == 0
+
+    def drawn(source: Path, words: str = "") -> tuple[str, int, bytes]:
+        options = f"--num 2 --device cpu --json --out {tmp_path / 'x.png'} {words}"
+        capsys.readouterr()
+        assert main(["sample", str(source), *options.split()]) == 0
+        record = json.loads(capsys.readouterr().out)
+        return record["solver"], record["evaluations"], (tmp_path / "x.png").read_bytes()
+
+    assert drawn(run)[:2] == ("sde2", 4)
+    assert drawn(run) == drawn(tmp_path / "a.safetensors") == drawn(run, "--steps 3 --solver sde2")
+    assert drawn(run, f"--steps {Sampler.steps}")[:2] == ("sde2", Sampler.steps + 1)
+    assert drawn(run, "--variance level")[:2] == ("posterior", 4)
+    model = bsi.load(run)
+    model.fit_variance(torch.tensor(open_dataset("digits").train[:64]), "level")
+    assert model.sample(2, variance="level").shape == (2, 1, 8, 8)
+    assert torch.equal(model.sample(2), model.sample(2, Sampler(steps=3, solver="sde2")))
+    assert torch.equal(model.sample(2, steps=4), model.sample(2, steps=4, solver="sde2"))
+
+
 def test_sound_is_written_as_wav_at_the_rate_of_its_dataset(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BSI_DATA", str(tmp_path / "data"))
@@ -328,3 +353,10 @@ def test_sound_is_written_as_wav_at_the_rate_of_its_dataset(tmp_path, capsys, mo
     assert main(["sample", "run", "--num", "1", "--steps", "1", "--device", "cpu", "--rate", "4000"]) == 0
     with wave.open("samples.wav") as file:
         assert file.getframerate() == 4000
+    manifest = tmp_path / "data" / "tones" / "manifest.json"
+    for absurd in (10**12, -1, "fast"):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"options": {"rate": absurd}}))
+        assert main(["sample", "run", "--num", "1", "--steps", "1", "--device", "cpu"]) == 0
+        assert "--rate" in capsys.readouterr().err
+        with wave.open("samples.wav") as file:
+            assert file.getframerate() == 16000

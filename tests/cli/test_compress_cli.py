@@ -87,6 +87,35 @@ def test_sound_of_16_bits_comes_back(rows, capsys):
     assert np.array_equal(np.load("out.npy"), sound)
 
 
+@pytest.mark.parametrize(
+    ("data", "words", "code", "why"),
+    [
+        ("rows", "--steps 0", 2, "--steps must be at least 1"),
+        ("rows", "--steps 100001", 2, "--steps must be at most 100000"),
+        ("rows[:0]", "", 3, "holds no samples"),
+        ("rows[:, :, :4]", "", 2, "shape"),
+        ("rows + 20", "", 3, "outside its bins"),
+        ("rows / 16", "", 3, "expected integers"),
+    ],
+)
+def test_unsuitable_data_is_rejected_before_a_variance_is_fitted(rows, capsys, data, words, code, why):
+    np.save("in.npy", eval(data, {"rows": rows}))
+    assert main(["compress", "digits", "in.npy", "-o", "a.bsi", *words.split()]) == code
+    err = capsys.readouterr().err
+    assert why in err
+    assert "fitting the variance" not in err
+    assert not Path("a.bsi").exists()
+
+
+def test_a_prepared_dataset_of_ones_own_is_compressed_without_a_warning(rows, capsys, monkeypatch):
+    monkeypatch.setenv("BSI_DATA", "data")
+    np.savez("own.npz", train=rows, test=rows[:4])
+    assert main(["data", "arrays", "--from", "own.npz", "--bins", "-1", "1", "17"]) == 0
+    capsys.readouterr()
+    assert main(["compress", "digits", "own", "-o", "a.bsi", "--steps", "2", "--variance", "none", "--no-bound"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_a_damaged_file_leaves_no_output(rows, capsys):
     np.save("in.npy", rows[:6])
     bsi("compress digits in.npy -o a.bsi --steps 2 --variance none --no-bound", capsys)

@@ -65,6 +65,18 @@ def test_integers_are_bin_indices_and_floats_are_values(tmp_path: Path) -> None:
     assert np.array_equal(prepare(wide.plan(), tmp_path / "wide").train, index * 3000)
 
 
+def test_floats_in_0_to_1_only_are_rejected_for_bins_from_minus_1(tmp_path: Path) -> None:
+    """As torchvision's ToTensor gives them: rounded, they would be the upper half of the bins."""
+    images = rng.random((3000, 1000), np.float32)  # several blocks
+    source = Arrays(saved(tmp_path / "images.npy", images), bins=(-1.0, 1.0, 256))
+    with pytest.raises(DataError, match=r"--bins 0 1 256, or rescale the data to \[-1, 1\]"):
+        source.plan()
+    assert Arrays(source.path, bins=(0.0, 1.0, 256)).plan().total == 3000
+    images[-1, -1] = -0.5  # data in [-1, 1] after all
+    saved(source.path, images)
+    assert source.plan().total == 3000
+
+
 def test_named_splits_and_labels_of_an_archive_are_kept(tmp_path: Path) -> None:
     train, test = rng.normal(size=(30, 4)).astype("f4"), rng.normal(size=(9, 4)).astype("f4")
     np.savez_compressed(tmp_path / "x.npz", train=train, test=test, train_labels=range(30), test_labels=range(9))

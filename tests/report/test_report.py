@@ -219,7 +219,7 @@ def continuous(tmp_path_factory):
         backbone=MLPConfig(width=8, depth=1),
         steps=2,
         batch=64,
-        every=Every(journal=1, evaluate=2, sample=0, checkpoint=2),
+        every=Every(journal=1, evaluate=1, sample=0, checkpoint=2),
         evaluation=Evaluation(images=8, measure=2, recon=2),
     )
     data = 5 + 20 * torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -228,20 +228,31 @@ def continuous(tmp_path_factory):
 
 
 @pytest.mark.parametrize("written", ["journal", "by bsi eval"])
-def test_the_terms_of_continuous_data_add_up_with_the_change_of_units(continuous, tmp_path, written):
+def test_all_of_continuous_data_is_in_nats_and_the_terms_add_up(continuous, tmp_path, written):
     copy = shutil.copytree(continuous, tmp_path / "copy")
-    found = next(json.loads(s) for s in (copy / "journal.jsonl").read_text().splitlines() if '"evaluate"' in s)
+    found = [json.loads(s) for s in (copy / "journal.jsonl").read_text().splitlines() if '"evaluate"' in s][-1]
     assert found["change_of_units"] == pytest.approx(math.log2(20), abs=0.3)
+    nats = {name: math.log(2) * found[name] for name in ("bits_per_dim", "measurement", "monte_carlo_error")}
     if written != "journal":
-        names = ("reconstruction", "measurement", "prior", "bits_per_dim", "step", "binned")
-        record = {name: found[name] for name in names}
+        kept = ("reconstruction", "measurement", "prior", "bits_per_dim", "step", "binned", "monte_carlo_error")
+        record = {name: found[name] for name in kept} | {"split": "test", "images": 8}
         (copy / "evaluations").mkdir()
-        (copy / "evaluations" / "1-bpd-test.json").write_text(json.dumps(record | {"split": "test", "images": 8}))
-    rows = numbers(files_only(copy))
-    assert rows["change of units"] == pytest.approx(found["change_of_units"], abs=1e-4)
+        for i in (1, 2):
+            (copy / "evaluations" / f"{i}-bpd-test.json").write_text(json.dumps(record))
+    text = files_only(copy)
+    rows = numbers(text)
+    assert rows["change of units"] == pytest.approx(math.log(2) * found["change_of_units"], abs=1e-4)
     terms = [rows[name] for name in ("reconstruction", "measurement", "prior", "change of units")]
-    assert rows["bits per dimension"] == pytest.approx(sum(terms), abs=3e-4)
-    assert rows["in nats per dimension"] == pytest.approx(found["nats_per_dim"], abs=1e-4)
+    assert rows["nats per dimension"] == pytest.approx(sum(terms), abs=3e-4)
+    assert rows["nats per dimension"] == pytest.approx(found["nats_per_dim"], abs=1e-4)
+    assert rows["in bits per dimension"] == pytest.approx(found["bits_per_dim"], abs=1e-4)
+    assert f"<dt>nats per dimension</dt><dd>{nats['bits_per_dim']:.3f}" in text
+    assert f"± {nats['monte_carlo_error']:.3f} (Monte Carlo)" in text
+    assert f"test, by the EMA: {nats['measurement']:.5g}" in text  # the curve
+    assert "measurement term, nats per dimension" in text
+    assert text.count("bits per dimension") == 1
+    if written != "journal":
+        assert f"<td>{nats['monte_carlo_error']:.5g}</td>" in text, "the table of all evaluations"
 
 
 def test_training_and_test_are_compared_on_the_same_term(copy):

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 import bsi
 from bsi.backbones.config import MLPConfig
 from bsi.errors import Preempted, UsageError
-from bsi.recipe import Data, Ema, Every, Optimizer, Recipe
+from bsi.recipe import Data, Ema, Evaluation, Every, Optimizer, Recipe, Samples
 from bsi.runtime.run_folder import TRACKERS
 
 DATA = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -48,8 +49,16 @@ def test_a_run_has_a_path_model_journal_and_evaluations(tmp_path: Path) -> None:
     assert ("± at most" not in second) == bound["data_resolved"]
     assert "(data set), step 6" in second
     assert bsi.Run(tmp_path / "run") == run
+    assert str(bsi.Run(str(tmp_path / "run"))) == str(run)
+    assert str(bsi.Run(tmp_path / "none")) == f"{tmp_path / 'none'}: not begun, step 0"
     with pytest.raises(UsageError, match="neither a run"):
         bsi.Run(tmp_path / "none").model()
+
+
+def test_a_run_of_text_prints_its_bound_per_character(tmp_path: Path) -> None:
+    letters = (10 * DATA).long() % 3
+    given = {"data": letters, "test": letters[:8], "kind": bsi.Symbols(3, tuple("abc"))}
+    assert " bits/char ± " in str(bsi.train(RECIPE, **given, out=tmp_path / "run", device="cpu"))
 
 
 def test_a_run_with_a_custom_network_loads_it(tmp_path: Path) -> None:
@@ -101,6 +110,29 @@ def test_ctrl_c_ends_a_program_without_a_traceback(tmp_path: Path) -> None:
     assert ended.returncode == 75
     assert "Traceback" not in ended.stderr
     assert "saved step 2 of 6; the same command or call resumes" in ended.stderr
+
+
+class Slow(MyNet):
+    def forward(self, mu, t):
+        if not self.training:
+            time.sleep(0.3)
+        return super().forward(mu, t)
+
+
+def slow_evaluation(out: str) -> None:
+    recipe = replace(RECIPE, evaluation=Evaluation(images=48, measure=2, recon=2, batch=4), samples=Samples(2))
+    bsi.train(recipe, data=DATA, test=DATA, backbone=Slow(), out=out, device="cpu", hang_after_s=3)
+
+
+@pytest.mark.slow
+def test_a_slow_evaluation_is_no_hang_and_shows_that_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"from test_run import slow_evaluation\nslow_evaluation({str(tmp_path / 'run')!r})\n"
+    )
+    ended = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "evaluating" in ended.stderr
 
 
 # Trackers

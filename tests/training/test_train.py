@@ -29,7 +29,7 @@ from bsi.runtime.export import config_of, export, read_trained
 from bsi.runtime.run_folder import RunRecord, Value, read_journal
 from bsi.sampler import Sampler
 from bsi.training.dataset import open_training_data
-from bsi.training.loop import StopFlag, bound
+from bsi.training.loop import bound
 from bsi.training.resume import check_changes
 from bsi.training.step import Piece, piece_ids
 
@@ -235,7 +235,7 @@ def test_bounds_during_training_have_a_standard_error() -> None:
     test = open_training_data(recipe(), world.device, data, data).test
     assert test is not None
     small = recipe(evaluation=Evaluation(images=64, measure=2, recon=2))
-    found = [bound(model, test, replace(small, seed=seed), world, StopFlag()) for seed in range(40)]
+    found = [bound(model, test, replace(small, seed=seed), world) for seed in range(40)]
     mean = sum(each.bits_per_dim for each in found) / len(found)
     assert sum(abs(each.bits_per_dim - mean) > 4 * each.monte_carlo_error for each in found) < 3
 
@@ -247,7 +247,7 @@ def test_a_small_test_set_is_evaluated_at_more_levels() -> None:
     for count in (40, 10):
         test = open_training_data(recipe(), world.device, IMAGES, IMAGES[:count]).test
         assert test is not None
-        sets.append(bound(model, test, small, world, StopFlag()))
+        sets.append(bound(model, test, small, world))
     assert [len(found.nats) for found in sets] == [40, 10]
     assert sets[0].evaluations == sets[1].evaluations
 

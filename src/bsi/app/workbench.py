@@ -180,6 +180,7 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
     trained = read_trained(path)
     model = model_of(trained, str(path)).to(device)
     bins, levels, symbols, tuned = model.bins, model.method.levels, model.symbols, model.denoiser.consistent
+    sampler = model.named(model.sampler)
     text = symbols is not None and len(model.shape) == 1
     if not (is_image(model.shape) or text):
         kinds = f"text and images of shape (1 or 3, height, width), but {name} models data of shape {model.shape}"
@@ -201,13 +202,13 @@ def open_workbench(path: Path, name: str, device: torch.device) -> Workbench:
         "bins": None if bins is None else bins.count,
         "lowest": levels.low,
         "highest": levels.high,
-        "solvers": (CONSISTENCY,) if tuned else tuple(SOLVERS),
+        "solvers": (CONSISTENCY,) if tuned else tuple(dict.fromkeys([*SOLVERS, sampler.solver])),
         "measuring_solvers": measuring_solvers(model.method),
         "measuring_solver": NOISY_SOLVER,
         "grids": tuple(GRIDS),
-        "solver": model.named(Sampler()).solver,
-        "grid": Sampler.grid,
-        "evaluations": evaluations(model.method, 1 if tuned else Sampler.steps),
+        "solver": sampler.solver,
+        "grid": sampler.grid,
+        "evaluations": min(limits.evaluations, evaluations(model.method, 1 if tuned else sampler.steps)),
         "limits": asdict(limits),
         "modes": ("draw",)
         if tuned or symbols is not None or model.autoencoder is not None

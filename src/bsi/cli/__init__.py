@@ -104,7 +104,7 @@ def _run(words: list[str]) -> int:
     if name == "--version":
         print(f"bsi {__version__}")
         return 0
-    from bsi.cli.options import completion, parse
+    from bsi.cli.options import HasDefaults, completion, parse
 
     if name == "--completion":
         print(completion(rest))
@@ -115,7 +115,12 @@ def _run(words: list[str]) -> int:
         raise UsageError(f"there is no such command. {hint}")
     module, options, _ = COMMANDS[name]
     found = importlib.import_module(f"bsi.cli.{module}")
-    return int(found.run(rest) if options is None else parse(getattr(found, options), rest, f"bsi {name}").execute())
+    if options is None:
+        return int(found.run(rest))
+    args = parse(getattr(found, options), rest, f"bsi {name}")
+    if isinstance(args, HasDefaults):  # for what the words leave out
+        args = parse(type(args), rest, f"bsi {name}", default=args.defaults())
+    return int(args.execute())
 
 
 def _explained(error: Exception) -> BsiError:

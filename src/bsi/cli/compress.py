@@ -190,7 +190,8 @@ def _indices(args: Compress, model: Model) -> Tensor:
     rows = rows[: args.limit]
     if not len(rows):
         raise DataError(f"{args.data} holds no samples.")
-    return torch.as_tensor(rows if rows.dtype.kind != "u" or rows.itemsize == 1 else rows.astype("int32"))
+    wide = rows.dtype.kind == "u" and rows.itemsize > 1
+    return torch.from_numpy(np.array(rows, "int32" if wide else rows.dtype))  # a copy: a dataset is read-only
 
 
 def _images(folder: Path, model: Model) -> np.ndarray:

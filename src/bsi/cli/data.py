@@ -83,8 +83,8 @@ class DataOptions:
     labels: bool = False
     """folder: use the folders directly below PATH as classes. Other sources keep the labels they have."""
     size: int | None = None
-    """folder, huggingface: height and width in pixels (a multiple of 4 close to that of the images, if all have the
-    same up to 64; otherwise 64)."""
+    """folder, huggingface: height and width in pixels (the smallest of the images if none is larger than 64, rounded
+    down to a multiple of 4; otherwise 64)."""
     channels: Literal["auto", 1, 3] | None = None
     """folder, huggingface: 3 for color, 1 for gray, auto for gray if all images are (auto)."""
     test_fraction: float | None = None

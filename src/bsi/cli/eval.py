@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from bsi.errors import BsiError, DataError, UsageError
 from bsi.io import check_writable
 from bsi.progress import Progress, log
 from bsi.sampler import Sampler, VarianceKind
+from bsi.values import unit_of_bounds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -240,8 +240,8 @@ def eval_text(found: Found) -> str:
         without = f"without pairing the first error would be {r['unpaired_error']:.5f}"
         return f"{found.bound}\n  {r['a']['run']} less {r['b']['run']}; {without}"
     names = ["measurement", "reconstruction", "prior"] + ["change_of_units"] * bool(r["change_of_units"])
-    unit = 1.0 if r["binned"] else math.log(2)  # the terms in the unit of the bound
-    terms = ", ".join(f"{name.replace('_', ' ')} {unit * r[name]:.5f}" for name in names)
+    _, scale = unit_of_bounds(r["binned"])
+    terms = ", ".join(f"{name.replace('_', ' ')} {scale * r[name]:.5f}" for name in names)
     compared = baselines_text(r["baselines"], r["binned"], found.bound.element)
     return (
         f"{found.bound}\n  {terms}; {r['finite_k'] or 'infinitely many'} rounds of measurement\n"

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import tyro
 
@@ -39,6 +39,14 @@ class Within:
 
     low: int | float
     high: int | float = INTEGERS - 1
+
+
+@runtime_checkable
+class HasDefaults(Protocol):
+    """Options whose defaults depend on an argument, such as the run."""
+
+    def defaults(self) -> Any:
+        """Options with these defaults, to parse the words again."""
 
 
 # Options of several commands.

@@ -39,8 +39,9 @@ TIMEOUT_S = 86400.0  # how long ranks wait for one that draws an additional part
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw samples from a trained model. Sample i depends on (seed, i) alone, not on the batch or the number of
-    samples, up to rounding: with a large network some pixels may differ by a bin or two of 256.
+    """Draw samples from a trained model, by default with the solver and the steps that its recipe chose. Sample i
+    depends on (seed, i) alone, not on the batch or the number of samples, up to rounding: with a large network some
+    pixels may differ by a bin or two of 256.
 
     With --npz samples are drawn in parts: the same command resumes an interrupted one, and ranks share the parts with
     `torchrun -m -- bsi sample ...`. A sample of k steps costs k + 1 evaluations of the network with BSI and BFN, k with
@@ -68,6 +69,11 @@ class Sample:
     precision: Precision = "auto"
     weights: bool = False  # Use the weights instead of their moving average.
     json: Json = False
+
+    def defaults(self) -> Sample:
+        from bsi.runtime.export import sampler_of
+
+        return Sample(self.run, sampler=sampler_of(self.run).with_variance(self.sampler.variance))
 
     def execute(self) -> int:
         from bsi.backbones import Backbone, accelerate, compute_dtype

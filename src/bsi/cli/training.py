@@ -32,7 +32,6 @@ from bsi.pictures import is_image
 from bsi.progress import log
 from bsi.recipe import Recipe, changes, to_plain
 from bsi.recipes import RECIPES, evidence, named_recipe
-from bsi.sampler import Sampler
 from bsi.values import Latents
 
 USAGE = """usage: bsi train RECIPE [--method bsi|bfn|vdm] [--backbone NAME] [--out FOLDER]
@@ -107,7 +106,7 @@ class Distill:
         done = distill(
             self.run, self.steps, self.out, lr=self.lr, batch=self.batch, device=self.device, command_line=True
         )
-        log(f"next: bsi sample {shlex.quote(str(done.path))} --steps 1 (two evaluations; more steps may be better)")
+        log(f"next: bsi sample {shlex.quote(str(done.path))} (two evaluations; --steps 2 or 4 may be better)")
         status = json.loads((done.path / "status.json").read_text("utf-8"))
         return answer(self.json, {"run": str(done.path), **status}, done.path)
 
@@ -145,11 +144,10 @@ def run(words: Sequence[str]) -> int:
         form = form_of(kind.shape if isinstance(kind, Latents) else dataset.shape, kind)
         outputs = {SOUND: " --out samples.wav", TEXT: " --num 4", NOTHING: f" --npz {folder}/samples.npz"}
         labels = " --labels" if recipe.data.labels else ""
-        drawn = "".join(f" --{c.name} {c.after}" for c in changes(Sampler(), recipe.samples.sampler))
         if isinstance(recipe.backbone, AutoencoderConfig):
             log(f"next: bsi data latents --from {shlex.quote(recipe.data.name)} --autoencoder {folder}")
             return 0
-        sample = f"bsi sample {folder}{outputs.get(form, '')}{labels}{drawn}"
+        sample = f"bsi sample {folder}{outputs.get(form, '')}{labels}"
         log(f"next: {sample} · bsi eval {folder} --bpd · bsi report {folder}")
     return 0
 

@@ -46,6 +46,7 @@ CHUNK = 1 << 20  # bytes of text
 UNICODE = 0x110000
 SHOWN = 20  # characters in a note
 MIDDLE = 2**15  # the bin index of silence
+FOR_A_CPU = 1024  # the longest pieces of sound that a CPU learns within an hour or so
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Arrays:
                     raise UsageError(f"{array.name} holds {array.dtype}. {fix}.")
                 if isinstance(kind, Symbols) and array.dtype.kind == "f":
                     raise UsageError(f"{array.name} holds {array.dtype}, and symbols are integers. Use .astype(int).")
+                if isinstance(kind, Bins) and array.dtype.kind == "f":
+                    fix = f"Use --bins 0 1 {kind.count}, or rescale the data to [{kind.low:g}, {kind.high:g}]."
+                    kind.check_scale(array.blocks(), fix)
         if isinstance(kind, Symbols):
             kind.latent_shape(shape)  # raises for samples that are too large when they are embedded
         return Preparation(
@@ -303,6 +307,7 @@ class Wav:
         if not any(counts.values()):
             raise DataError(f"{path} holds no WAV file of at least {self.length} samples. Choose a smaller --length.")
         split = f"a file is for testing if sha256(relative path) < {self.test_fraction}"
+        slow = f"training on pieces of {self.length} samples takes hours on a CPU, where --length 256 takes minutes"
         return Preparation(
             name=path.resolve().name,
             source=f"the WAV files of a folder {path.resolve().name!r}",
@@ -311,6 +316,7 @@ class Wav:
             options={"length": self.length, "rate": rate, "split": split},
             input=listing.hexdigest(),
             parts=[Part(count, partial(self._blocks, path / name, name)) for name, count in counts.items()],
+            notes=(slow,) if self.length > FOR_A_CPU else (),
         )
 
     def _blocks(self, path: Path, name: str, start: int) -> Iterator[Block]:

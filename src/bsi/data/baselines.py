@@ -23,7 +23,7 @@ from jaxtyping import Float, Integer, Shaped
 from PIL import Image
 
 from bsi.rng import subset
-from bsi.values import Bins, DataKind, Latents, Standardize
+from bsi.values import Bins, DataKind, Latents, Standardize, unit_of_bounds
 
 MOST_TRAIN, MOST_TEST = 20_000, 2048  # larger sets are subsampled, which changes the results in the third digit
 TALLEST = 16_000  # rows of one picture: WebP allows at most 16383
@@ -65,9 +65,9 @@ def baselines(
 
 def baselines_text(found: Mapping[str, float], binned: bool = True, element: str = "dim") -> str:
     """`histogram 2.44, PNG 3.02, WebP 2.31 bits/dim`, for continuous data in nats/dim, or nothing."""
-    unit, name = (1.0, "bits") if binned else (math.log(2), "nats")
-    values = ", ".join(f"{key} {unit * bits:.2f}" for key, bits in found.items())
-    return f"{values} {name}/{element}" if found else ""
+    unit, scale = unit_of_bounds(binned)
+    values = ", ".join(f"{key} {scale * bits:.2f}" for key, bits in found.items())
+    return f"{values} {unit}/{element}" if found else ""
 
 
 def _histogram(train: Shaped[np.ndarray, "train *data"], test: Shaped[np.ndarray, "test *data"], levels: int) -> float:

@@ -1,8 +1,11 @@
 """Images from files and from the Hugging Face hub.
 
-An image becomes its largest centered square, resampled to size x size; the manifest records this. Files that cannot be
-converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK, transparency,
-several frames, more than 2^26 pixels, and images smaller than the size. The memory is that of the names and one block.
+An image is resampled so that its smaller side is `size`, and the centered square is stored; the manifest records this.
+The filter reads pixels around the square as inside of it, so that its edges are no edges of the picture.
+
+Files that cannot be converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK,
+transparency, several frames, more than 2^26 pixels, and images smaller than the size. The memory is that of the names
+and one block.
 """
 
 from __future__ import annotations
@@ -80,14 +83,15 @@ def checked(image: Image.Image, name: str) -> Image.Image:
         if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
             image = image.convert("RGBA")
             if image.getchannel("A").getextrema() != (255, 255):
-                why = "is partly transparent: flatten it first"
+                fix = "`mogrify -path NEW -background white -alpha remove FILES` (ImageMagick)"
+                why = f"is partly transparent: put it on a background, such as by {fix}"
     if why:
         raise DataError(f"{name} {why}")
     return image
 
 
 def pixels(image: Image.Image, name: str, size: int, channels: int) -> UInt8[np.ndarray, "c size size"]:
-    """The largest centered square of an image, resampled to (channels, size, size)."""
+    """The centered square of an image whose smaller side is resampled to `size`, as (channels, size, size)."""
     side = min(image.size)
     if side < size:
         raise DataError(f"{name} has {image.size} pixels, fewer than the size {size}: choose a smaller --size")
@@ -133,14 +137,13 @@ class ImageOptions:
     ) -> Preparation:
         """The plan of images whose size and channels, if they are not given, are chosen by modes, widths and heights.
 
-        Images are gray if all of them are stored as gray. Their size is their smaller side, if that is the same for all
-        of them and at most 64, less up to three pixels: the networks of the recipes need a multiple of 4. Otherwise it
-        is 64.
+        Images are gray if all of them are stored as gray. Their size is the smallest side of all, if none has a smaller
+        side above 64, less up to three pixels: the networks of the recipes need a multiple of 4. Otherwise it is 64.
         """
         size, channels, notes = self.size, self.channels, []
         if size is None:
             sides = {min(width, height) for _, width, height in headers}
-            size = min(*sides, DEFAULT_SIZE) if len(sides) == 1 else DEFAULT_SIZE
+            size = min(sides) if max(sides, default=MAX_PIXELS) <= DEFAULT_SIZE else DEFAULT_SIZE
             size = size - size % DIVISOR or size
             notes.append(f"--size was not given: images are stored as {size} x {size} pixels")
         if wide := sum(count for (_, width, height), count in headers.items() if width != height):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -28,9 +27,11 @@ from bsi.report.charts import Axis, Point, Role, Series, chart
 from bsi.report.contents import Measurements, RunContents, TextStep, measure, number
 from bsi.runtime.distributed import pick_device
 from bsi.runtime.run_folder import check_inside
+from bsi.values import unit_of_bounds
 
 TERMS = ("reconstruction", "measurement", "prior")
-BOUND_COLUMNS = ("bits_per_dim", "monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
+ELEMENTS = {"dim": "dimension", "char": "character"}
+BOUND_COLUMNS = ("monte_carlo_error", "data_error", "split", "images", "finite_k", "proposal", "step")
 QUALITY_COLUMNS = ("metric", "value", "error", "guidance", "n", "reference", "reference_split", "reference_n", "step")
 ROLES: tuple[Role, ...] = ("belief", "predict", "measure", "soft")
 
@@ -111,20 +112,27 @@ def best_bound(run: RunContents, measured: Measurements) -> Mapping[str, Any] | 
     return None
 
 
+def _unit(record: Mapping[str, Any]) -> tuple[str, float]:
+    """The unit of a bound and its number in a bit per dimension, in which records have all their values."""
+    unit, scale = unit_of_bounds(record.get("binned") is not False)
+    element = str(record.get("element", "dim"))
+    return f"{unit} per {ELEMENTS.get(element, element)}", scale
+
+
 def _errors(best: Mapping[str, Any], digits: int) -> dict[str, str]:
     """The known errors of a bound. Monte Carlo noise can hide that of the test set, which then has a limit only."""
-    limit = "" if best.get("data_resolved") is not False else "at most "
-    errors = (("Monte Carlo", "", "monte_carlo_error"), ("test set", limit, "data_error"))
-    return {
-        name: f"{most}{error:.{digits}f}" for name, most, key in errors if (error := number(best.get(key))) is not None
-    }
+    limit, (_, scale) = "" if best.get("data_resolved") is not False else "at most ", _unit(best)
+    known = {"monte_carlo_error": "Monte Carlo", "data_error": "test set"}
+    errors = {name: scale * error for key, name in known.items() if (error := number(best.get(key))) is not None}
+    return {name: f"{limit if name == 'test set' else ''}{error:.{digits}f}" for name, error in errors.items()}
 
 
 def _header(run: RunContents, measured: Measurements, best: Mapping[str, Any] | None) -> str:
     recipe, figures = run.recipe, {}
     if best is not None:
         errors = (f' <span class="error">± {value} ({name})</span>' for name, value in _errors(best, 3).items())
-        figures["bits per dimension"] = f"{float(best['bits_per_dim']):.3f}{''.join(errors)}"
+        unit, scale = _unit(best)
+        figures[unit] = f"{scale * float(best['bits_per_dim']):.3f}{''.join(errors)}"
     figures["steps"] = f"{run.step:,}" + ("" if run.step == recipe.steps else f" of {recipe.steps:,}")
     if measured.parameters is not None:
         figures["parameters"] = f"{measured.parameters:,}"
@@ -168,32 +176,42 @@ def _text(steps: Sequence[TextStep]) -> str:
 
 
 def _likelihood(run: RunContents, measured: Measurements, best: Mapping[str, Any] | None) -> str:
-    parts = []
+    parts, (unit, scale) = list[str](), _unit(best or {})
     if best is not None:
-        total = float(best["bits_per_dim"])
+        bits = float(best["bits_per_dim"])
         terms = {name: value for name in TERMS if (value := number(best.get(name))) is not None}
-        units = total - sum(terms.values())
+        units = bits - sum(terms.values())
         if len(terms) == len(TERMS) and abs(units) > 1e-6:
             terms["change of units"] = units
-        rows = [(name, f"{value:.4f}") for name, value in terms.items()]
-        rows.append(("<b>bits per dimension</b>", f"<b>{total:.4f}</b>"))
-        if best.get("binned") is False:
-            rows.append(("in nats per dimension", f"{total * math.log(2):.4f}"))
+        rows = [(name, f"{scale * value:.4f}") for name, value in terms.items()]
+        rows.append((f"<b>{unit}</b>", f"<b>{scale * bits:.4f}</b>"))
         rows += [(f"± {name.replace('test set', 'choice of test samples')}", v) for name, v in _errors(best, 4).items()]
+        if scale != 1:
+            rows.append(("in bits per dimension", f"{bits:.4f}"))
         if measured.baselines:
-            rows.append(("for comparison", escape(baselines_text(measured.baselines))))
+            compared = baselines_text(measured.baselines, best.get("binned") is not False, best.get("element", "dim"))
+            rows.append(("for comparison", escape(compared)))
         note = f"{best['about']} More evaluations reduce the first error, more test samples the second."
         parts.append(f"<div>{_table(rows, kind='numbers')}{_note(note)}</div>")
     if measured.by_level:
-        x, y = Axis("precision", log=True), Axis("bits per dimension and decade", low=0.0)
-        drawn = chart(
-            "Where the bits are", x, y, [Series("measurement term", measured.by_level, dots=True, filled=True)]
-        )
-        caption = "Where the bits are: the area is the measurement term."
+        x, y = Axis("precision", log=True), Axis(f"{unit} and decade", low=0.0)
+        points = [Point(level, scale * value, scale * error) for level, value, error in measured.by_level]
+        title = f"Where the {unit.partition(' ')[0]} are"
+        drawn = chart(title, x, y, [Series("measurement term", points, dots=True, filled=True)])
+        caption = f"{title}: the area is the measurement term."
         parts.append(f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>")
     shown = f'<div class="pair">{"".join(parts)}</div>' if parts else ""
-    stored = [record for record in run.evaluations if "bits_per_dim" in record]
-    return shown + (_records(stored, BOUND_COLUMNS) if len(stored) > 1 else "")  # a single one is shown above
+    stored = [_in_units(record) for record in run.evaluations if number(record.get("bits_per_dim")) is not None]
+    columns = (*dict.fromkeys(_unit(record)[0] for record in stored), *BOUND_COLUMNS)
+    return shown + (_records(stored, columns) if len(stored) > 1 else "")  # a single one is shown above
+
+
+def _in_units(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with its bound, under the name of its unit, and its errors in this unit."""
+    unit, scale = _unit(record)
+    values = {unit: "bits_per_dim", "monte_carlo_error": "monte_carlo_error", "data_error": "data_error"}
+    found = {name: number(record.get(key)) for name, key in values.items()}
+    return {**record, **{name: None if value is None else scale * value for name, value in found.items()}}
 
 
 def _pictures(run: RunContents) -> str:
@@ -208,19 +226,22 @@ def _pictures(run: RunContents) -> str:
 
 
 def _curves(run: RunContents) -> str:
-    def curve(name: str, role: Role, shown: str = "") -> Series:
-        return Series(shown or name, [Point(step, value) for step, value in run.numbers("train", name)], role)
+    unit, scale = _unit((run.events("evaluate") or [{}])[-1])
+
+    def curve(name: str, role: Role, shown: str = "", scale: float = 1.0) -> Series:
+        return Series(shown or name, [Point(step, scale * value) for step, value in run.numbers("train", name)], role)
 
     # Training minimizes the measurement term, so this is the term of the test set to compare with. For images it is
     # most of the bound.
-    errors, trained = dict(run.numbers("evaluate", "error")), curve("bits_per_dim", "soft", "training")
-    tested = [Point(step, value, errors.get(step, 0.0)) for step, value in run.numbers("evaluate", "measurement")]
+    errors, trained = dict(run.numbers("evaluate", "error")), curve("bits_per_dim", "soft", "training", scale)
+    measured = run.numbers("evaluate", "measurement")
+    tested = [Point(step, scale * value, scale * errors.get(step, 0.0)) for step, value in measured]
     values, high = sorted(p.y for p in [*trained.points, *tested]), None
     if len(values) > 20:  # the first losses are far above the rest, so the axis ignores the highest 5 %
         high = 1.05 * max(values[int(0.95 * len(values))], max((p.y for p in tested), default=0.0))
     loss, steps = [trained, Series("test, by the EMA", tested, dots=True)], Axis("step", low=0.0)
     drawn = {
-        "Loss": chart("Loss", steps, Axis("measurement term, bits per dimension", high=high), loss),
+        "Loss": chart("Loss", steps, Axis(f"measurement term, {unit}", high=high), loss),
         "Learning rate": chart("Learning rate", steps, Axis("", low=0.0), [curve("lr", "predict")]),
         "Samples per second": chart("Rate", steps, Axis("", low=0.0), [curve("images_per_s", "soft")]),
         "Norm of the gradient": chart("Gradient", steps, Axis("", log=True), [curve("grad_norm", "measure")]),

@@ -53,6 +53,7 @@ from bsi.runtime.autoencoders import StoredAutoencoder
 from bsi.runtime.checkpoint import Stored
 from bsi.runtime.ema import reconstruct
 from bsi.runtime.run_folder import RunFolder, check_inside
+from bsi.sampler import Sampler
 from bsi.values import Bins, DataKind, Latents, check_classes
 
 EXPORT_FORMAT = 1
@@ -230,11 +231,17 @@ def build_model(
         shapes = f"got {backbone.shape} and {data.latent_shape}"
         raise UsageError(f"the network and the data must have one shape, {shapes}. Build the network for this data.")
     consistent = recipe.objective.consistency if isinstance(recipe, Recipe) else recipe.consistent
-    return Model(
+    model = Model(
         backbone, recipe.method, data.shape, data=data.kind, parametrization=recipe.parametrization,
         sigma_data=recipe.sigma_data, class_names=data.class_names, consistent=consistent,
         autoencoder=autoencoder,
     )  # fmt: skip
+    model.sampler = _sampler(recipe)
+    return model
+
+
+def _sampler(recipe: Recipe | ModelSpec) -> Sampler:
+    return recipe.samples.sampler if isinstance(recipe, Recipe) else Sampler()
 
 
 def config_of(backbone: nn.Module, data: DataSpec) -> BackboneConfig | None:
@@ -309,6 +316,12 @@ def model_of(trained: Trained, where: str, backbone: nn.Module | None = None) ->
     set_weights(model, trained, where)
     model.origin = replace(trained, weights={})
     return model.eval()
+
+
+def sampler_of(path: Path) -> Sampler:
+    """The sampler of the recipe of a run or an export; the default one of a model that no recipe trained."""
+    record = RunFolder(path).read_record()
+    return _sampler(read_trained(path).recipe if record is None else record.recipe)
 
 
 def installed() -> dict[str, Path]:

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from bsi.elbo import Elbo, Estimator
 from bsi.errors import NonFinite, Preempted, UsageError
 from bsi.model import Model
 from bsi.pictures import class_columns, grid, is_image
-from bsi.progress import Progress, readable_seconds
+from bsi.progress import Progress, Shown, readable_seconds
 from bsi.recipe import Recipe
 from bsi.rng import derive, subset
 from bsi.runtime.checkpoint import Saver, Snapshot
@@ -44,7 +44,7 @@ from bsi.runtime.ema import store_averages
 from bsi.runtime.run_folder import RunFolder, Sink, read_journal
 from bsi.training.dataset import TrainingData
 from bsi.training.step import Engine, Piece, Stream, piece_ids, piece_levels
-from bsi.values import Standardize
+from bsi.values import Standardize, unit_of_bounds
 
 # Steps between two readings of the device's counters. A CPU never runs ahead of the host.
 READ_EVERY = {"cpu": 1, "cuda": 10}
@@ -159,24 +159,36 @@ class Loop:
 
     def _observe(self) -> None:
         """Evaluate and draw samples if they are due."""
-        step = self.engine.steps_done
+        step, note = self.engine.steps_done, self.progress.note
         due = self.recipe.every.due(step, self.recipe.steps)
-        if {"evaluate", "sample"} & due:
+
+        def report(*counted: float) -> None:
             self.watchdog.at(step, "evaluate")
+            self.progress.advance(0, f"{note} · evaluating" if note else "evaluating")
+
+        if {"evaluate", "sample"} & due:
+            report()
             with self.engine.ema.evaluating() as model:
                 if "evaluate" in due and self.data.test is not None:
-                    self._evaluate(model, self.data.test)
-                    self.watchdog.at(step, "evaluate")
+                    self._evaluate(model, self.data.test, report)
+                    report()
                 if "sample" in due and self.world.first:
                     self.folder.check()
-                    path = draw_samples(model, self.recipe, self.folder.path / "samples" / f"step-{step:08d}")
+                    path = draw_samples(model, self.recipe, self.folder.path / "samples" / f"step-{step:08d}", report)
                     self._record("sample", {"file": f"samples/{path.name}"})
+            self.progress.note = note
         self.pending = False
 
-    def _evaluate(self, model: Model, test: BatchSource) -> None:
+    def _evaluate(self, model: Model, test: BatchSource, report: Callable[[], None]) -> None:
         recipe, step = self.recipe, self.engine.steps_done
+
+        def poll() -> None:
+            report()
+            if self.stop:
+                raise Preempted
+
         try:
-            found = bound(model, test, recipe, self.world, self.stop)
+            found = bound(model, test, recipe, self.world, poll)
         except FailedTogether:
             if self.world.any(bool(self.stop)):  # a signal; any other error occurs again in the resumed run
                 raise self._preempted() from None
@@ -268,23 +280,20 @@ def _overfitted(run: Path, found: Elbo) -> str:
         past = {record["step"]: float(record["bits_per_dim"]) for record in evaluated}
         step = min(past, key=past.__getitem__, default=None)
         if step is not None and (more := found.bits_per_dim - past[step]) > 2 * found.monte_carlo_error:
-            unit, scale = ("bits", 1.0) if found.binned else ("nats", math.log(2))
+            unit, scale = unit_of_bounds(found.binned)
             past_bound = f"the bound was {scale * more:.4f} {unit}/{found.element} lower at step {step}"
             return f"{past_bound}: the network overfits. Train for fewer steps, on more data, or with dropout."
     return ""
 
 
-def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: StopFlag) -> Elbo:
+def bound(
+    model: Model, test: BatchSource, recipe: Recipe, world: World, poll: Callable[[], None] = lambda: None
+) -> Elbo:
     """The bound of a random subset of the test set, which is the same at every step and for any number of ranks.
 
-    Every rank must call this function, and all get the same result. All raise FailedTogether if one rank fails or is
-    asked to `stop`.
+    Every rank must call this function, and all get the same result. All raise FailedTogether if one rank fails. `poll`
+    is called before each batch, and may raise.
     """
-
-    def poll() -> None:
-        if stop:
-            raise Preempted
-
     wanted = recipe.evaluation
     ids = subset(len(test), wanted.images)
     more = wanted.images // len(ids)  # a smaller test set has the same number of evaluations
@@ -294,14 +303,14 @@ def bound(model: Model, test: BatchSource, recipe: Recipe, world: World, stop: S
         return estimate(model.on(test, ids=ids), estimator, world, poll=poll)
 
 
-def draw_samples(model: Model, recipe: Recipe, path: Path) -> Path:
+def draw_samples(model: Model, recipe: Recipe, path: Path, progress: Shown = False) -> Path:
     """Draw samples as a picture, text, or an array (.npy) of other data, with the same seeds at every step.
 
     A model with labels takes the classes in turn. If there are few classes, each column of the grid is of one.
     """
     wanted, label = recipe.samples, range(model.classes) if model.classes else None
     seed = derive(recipe.seed, "samples") >> 32
-    x = model.sample(wanted.count, wanted.sampler, seed=seed, label=label).cpu().numpy()
+    x = model.sample(wanted.count, wanted.sampler, seed=seed, label=label, progress=progress).cpu().numpy()
     path.parent.mkdir(exist_ok=True)
     if is_image(model.shape):
         path = path.with_suffix(".png")

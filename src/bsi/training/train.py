@@ -9,7 +9,6 @@ A call with the same `out` resumes; for a finished run it returns at once. `bsi 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -45,7 +44,7 @@ from bsi.training.lock import hold
 from bsi.training.loop import Loop, listening, log
 from bsi.training.resume import find_checkpoint, restore
 from bsi.training.step import Engine, Stream, engine_of
-from bsi.values import DataKind, Symbols
+from bsi.values import DataKind, Symbols, unit_of_bounds
 
 LONGEST_S = 1e8  # three years: the longest wait for another rank
 WORTH_SAYING = 1.5  # speedup with one thread from which a message is logged
@@ -58,6 +57,10 @@ class Run:
     path: Path
     backbone: nn.Module | None = field(default=None, repr=False)
     """The network that was passed to `bsi.train`, for `model`."""
+
+    def __init__(self, path: str | Path, backbone: nn.Module | None = None) -> None:
+        object.__setattr__(self, "path", Path(path))
+        object.__setattr__(self, "backbone", backbone)
 
     def model(self, ema: bool = True, step: int | None = None) -> Model:
         """The trained model, by default with the moving average of the weights at the latest checkpoint."""
@@ -79,12 +82,14 @@ class Run:
     def __str__(self) -> str:
         status = RunFolder(self.path).read_status()
         lines = [f"{self.path}: {status.get('state', 'not begun')}, step {status.get('step', 0)}"]
-        for found in self.evaluations()[-1:]:
-            unit, scale = ("bits", 1.0) if found.get("binned", True) else ("nats", math.log(2))
-            bound, *errors = (scale * float(found[name]) for name in ("bits_per_dim", "error", "data_error"))
-            at_most = "" if found.get("data_resolved", True) else "at most "
-            text = f"{bound:.4f} {unit}/dim ± {errors[0]:.4f} (Monte Carlo) ± {at_most}{errors[1]:.4f} (data set)"
-            lines.append(f"test samples: {text}, step {found['step']}")
+        with suppress(UsageError):  # without a journal
+            for found in self.evaluations()[-1:]:
+                unit, scale = unit_of_bounds(bool(found.get("binned", True)))
+                bound, *errors = (scale * float(found[name]) for name in ("bits_per_dim", "error", "data_error"))
+                at_most = "" if found.get("data_resolved", True) else "at most "
+                per = found.get("element", "dim")
+                text = f"{bound:.4f} {unit}/{per} ± {errors[0]:.4f} (Monte Carlo) ± {at_most}{errors[1]:.4f} (data set)"
+                lines.append(f"test samples: {text}, step {found['step']}")
         return "\n  ".join(lines)
 
 

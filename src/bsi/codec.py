@@ -52,13 +52,13 @@ from bsi.model import Model
 from bsi.rng import standard_normal
 from bsi.solvers import Path
 from bsi.values import Bins
-from bsi.variance import Variance, basis_of
+from bsi.variance import Variance, basis_of, mass_beyond
 
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
-RESTS = 128  # values of the rest of a mean, in a grid point
-NARROWEST, WIDEST, WIDTH_STEP = 0.02, 1e6, 0.01  # of standard deviations in grid points; the step is in the logarithm
-LONGEST = 1 << 8  # a longer table is computed as it is needed
-FURTHEST = 1 << 20  # grid points from the end of a table to the last latent that can be coded
+RESTS = 128  # values of the rest of a mean
+NARROWEST, WIDEST, WIDTH_STEP = 0.02, 1e6, 0.01  # of standard deviations; the step is in the logarithm
+LONGEST = 1 << 9  # a longer table is computed as it is needed
+FURTHEST = 1 << 20  # the distance from the end of a table to the last integer that can be coded
 # A batch starts only if the stack holds this multiple of the bits that it is expected to take, and these bits more.
 MARGIN, RESERVE = 1.1, 64
 PROBES = 4  # predictions whose hash a decoder compares before it starts
@@ -238,7 +238,7 @@ class _Chain:
         x = self._coordinates(index)
         first = self._start(x).pop(stack)
         latent = self._end(x, first).pop(stack)
-        stack.encode_reverse(index.reshape(-1), *self._decoder(latent))
+        self._decoder(latent).push(stack, index.astype(np.int64))
         for i in range(self.last - 1, -1, -1):
             earlier = self._bridge(i, first, latent).pop(stack) if i else first
             self._transition(i, earlier).push(stack, latent)
@@ -253,7 +253,7 @@ class _Chain:
             if i:
                 self._bridge(i, first, later).push(stack, latent)
             latent = later
-        index = stack.decode(*self._decoder(latent)).reshape(count, self.n)
+        index = self._decoder(latent).pop(stack)
         x = self._coordinates(index)
         self._end(x, first).push(stack, latent)
         self._start(x).push(stack, first)
@@ -272,43 +272,39 @@ class _Chain:
         values = torch.from_numpy(self.bins.values(index)).reshape(-1, *self.model.shape)
         return self.basis.coordinates(values).numpy()
 
-    def _start(self, x: Coordinates) -> _GridNormal:
+    def _start(self, x: Coordinates) -> _Rounded:
         """q(s_0 | x)."""
-        return _GridNormal(self.alpha[0] * x, self.std[0], self.spacing[0])
+        return _latents(self.alpha[0] * x, self.std[0], self.spacing[0])
 
-    def _end(self, x: Coordinates, first: Places) -> _GridNormal:
+    def _end(self, x: Coordinates, first: Places) -> _Rounded:
         """q(s_k | s_0, x)."""
         mean = first * self.spacing[0] + self.known[-1] * x
-        return _GridNormal(mean, self.std[-1], self.spacing[-1])
+        return _latents(mean, self.std[-1], self.spacing[-1])
 
-    def _bridge(self, i: int, first: Places, later: Places) -> _GridNormal:
+    def _bridge(self, i: int, first: Places, later: Places) -> _Rounded:
         """q(s_i | s_{i+1}, s_0)."""
         share, start = self.known[i] / self.known[i + 1], first * self.spacing[0]
         mean = start + share * (later * self.spacing[i + 1] - start)
-        return _GridNormal(mean, self.std[i], self.spacing[i])
+        return _latents(mean, self.std[i], self.spacing[i])
 
-    def _prior(self, count: int) -> _GridNormal:
+    def _prior(self, count: int) -> _Rounded:
         """p(s_0)."""
         std = float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0]
-        return _GridNormal(np.zeros((count, self.n)), std, self.spacing[0], tails=True)
+        return _latents(np.zeros((count, self.n)), std, self.spacing[0], tails=True)
 
-    def _transition(self, i: int, place: Places) -> _GridNormal:
+    def _transition(self, i: int, place: Places) -> _Rounded:
         """p(s_{i+1} | s_i)."""
         latent, gained = place * self.spacing[i], self.gained[i]
         x_hat, v = self._watched(i, latent)
         mean = latent + gained * self.basis.coordinates(x_hat).cpu().numpy()
-        return _GridNormal(mean, np.sqrt(gained + gained**2 * v.cpu().numpy()), self.spacing[i + 1], tails=True)
+        return _latents(mean, np.sqrt(gained + gained**2 * v.cpu().numpy()), self.spacing[i + 1], tails=True)
 
-    def _decoder(self, place: Places) -> tuple[Any, Float64[np.ndarray, " m"], Float64[np.ndarray, " m"]]:
-        """p(x | s_k), a Normal over the bins: its mean and standard deviation are in units of their width."""
+    def _decoder(self, place: Places) -> _Rounded:
+        """p(x | s_k), in units of the bins' width."""
         x_hat, v = self._watched(self.last, place * self.spacing[-1])
-        mean = (x_hat - self.bins.low) / self.bins.width
-        std = torch.sqrt(v + 1 / self.model.method.recon_precision) / self.bins.width
-        return (
-            _stream().model.QuantizedGaussian(0, self.bins.count - 1),
-            mean.cpu().numpy().reshape(-1),
-            std.cpu().numpy().reshape(-1),
-        )
+        mean = ((x_hat - self.bins.low) / self.bins.width).flatten(1).cpu().numpy()
+        std = np.sqrt(v.cpu().numpy())
+        return _Rounded(mean, std, tails=True, bins=self.bins.count, adds_uniform=self.variance is not None)
 
     def _watched(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
         x_hat, v = self._predict(i, latent)
@@ -317,7 +313,9 @@ class _Chain:
 
     @torch.no_grad()
     def _predict(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
-        """x_hat at level i, clipped to the data's range, and its variance: of coordinates, at the last level of values.
+        """x_hat at level i, clipped to the data's range, and the variance of its coordinates.
+
+        At the last level the variance is the decoder's, for each value in units of the bins' width.
 
         Without a variance the last prediction is the result of `method.decode`.
         """
@@ -329,71 +327,89 @@ class _Chain:
         x_hat = method.decode(psi, level, predict) if decodes else predict(psi, level)
         x_hat = torch.nan_to_num(x_hat).clamp(self.bins.low, self.bins.high)
         if self.variance is None:
-            v = torch.zeros(len(x_hat), self.n, dtype=torch.float64, device=device)
+            last = 1 / (method.recon_precision * self.bins.width**2)
+            v = torch.full((len(x_hat), self.n), last if i == self.last else 0.0, dtype=torch.float64, device=device)
+        elif i == self.last:
+            v = self.variance.decoder(self.bins, level, psi, x_hat)[1].square().flatten(1)
         else:
             v = self.variance.at(level, psi, x_hat)
-            v = v if i < self.last else self.basis.variances(v, x_hat).flatten(1)
         return x_hat.double(), v
 
 
-class _GridNormal:
-    """Normals on the multiples of `spacing`, as a rounded mean and an offset from it in grid points.
+class _Rounded:
+    """Integers that are Normal before they are rounded, as a rounded mean and an offset from it.
 
-    The rest of the mean and the standard deviation are rounded to few values, so that many latents share their
+    The rest of the mean and the standard deviation are rounded to few values, so that many integers share their
     distribution and are coded by one call with one table. If an offset may lie in the `tails`, beyond the table, the
-    table's ends stand for it, and the distance from them is coded uniformly.
+    table's ends stand for it, and the distance from them is coded uniformly. With `bins`, the first and the last of
+    them are the ends of the tables; with `adds_uniform`, the Normal is that of `variance.mass_beyond`.
     """
 
-    def __init__(self, mean: Coordinates, std: np.ndarray | float, spacing: float, tails: bool = False) -> None:
-        mean, self.tails = mean / spacing, tails
-        self.center = np.rint(mean)
-        rest = np.rint((mean - self.center) * RESTS)
-        std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, NARROWEST**2))  # rounding adds 1/12
-        width = np.rint(np.log(np.minimum(std, WIDEST) / NARROWEST) / WIDTH_STEP)
-        shared = (width * (RESTS + 1) + rest + RESTS // 2).astype(np.int64).reshape(-1)
+    def __init__(
+        self, mean: Coordinates, std: Coordinates, tails: bool, bins: int | None = None, adds_uniform: bool = False
+    ) -> None:
+        self.center, self.tails = np.rint(mean), tails
+        rest = np.rint((mean - self.center) * RESTS).reshape(-1)
+        width = np.rint(np.log(np.clip(std, NARROWEST, WIDEST) / NARROWEST) / WIDTH_STEP).reshape(-1)
+        self.last = 4 + np.ceil(6 * _std(width)).astype(np.int64)
+        self.below, above, shared = self.last, self.last, (width * (RESTS + 1) + rest + RESTS // 2).astype(np.int64)
+        if bins is not None:
+            center, size = self.center.astype(np.int64).reshape(-1), self.last.max(initial=0) + 1
+            self.below, above = np.minimum(self.last, center), np.minimum(self.last, bins - 1 - center)
+            shared = (shared * size + self.below) * size + above
         first = shared.min()
         # NumPy sorts 16 bits in linear time.
         self.order = np.argsort((shared - first).astype(np.min_scalar_type(shared.max() - first)), kind="stable")
-        shared = shared[self.order]
-        starts = np.append(0, np.flatnonzero(np.diff(shared)) + 1)
+        starts = np.append(0, np.flatnonzero(np.diff(shared[self.order])) + 1)
         self.counts = np.diff(np.append(starts, len(shared))).tolist()
-        self.tables = [_table(*divmod(each, RESTS + 1)) for each in shared[starts].tolist()]
-        self.ends = np.repeat([end for end, _ in self.tables], self.counts)
+        columns = (each[self.order[starts]].astype(int).tolist() for each in (width, rest, self.below, above))
+        self.tables = [_table(*each, adds_uniform) for each in zip(*columns, strict=True)]
 
     def pop(self, stack: Any) -> Places:
-        found = [stack.decode(table, count) for (_, table), count in zip(self.tables, self.counts, strict=True)]
-        offset = np.concatenate(found) - self.ends
-        if self.tails and len(beyond := np.flatnonzero(np.abs(offset) == self.ends)):
+        found = [stack.decode(table, count) for table, count in zip(self.tables, self.counts, strict=True)]
+        offset = np.empty(len(self.order), np.int64)
+        offset[self.order] = np.concatenate(found)
+        offset -= self.below
+        if self.tails and len(beyond := np.flatnonzero(np.abs(offset) == self.last)):
             further = stack.decode(_stream().model.Uniform(FURTHEST), len(beyond))
             offset[beyond] += np.sign(offset[beyond]) * further
-        places = self.center.astype(np.int64)
-        places.reshape(-1)[self.order] += offset
-        return places
+        return self.center.astype(np.int64) + offset.reshape(self.center.shape)
 
     def push(self, stack: Any, place: Places) -> None:
-        offset = (place - self.center.astype(np.int64)).reshape(-1)[self.order]
-        further = np.abs(offset) - self.ends
-        if len(further) and further.max() >= (FURTHEST if self.tails else 1):
+        offset = (place - self.center.astype(np.int64)).reshape(-1)
+        further = np.abs(offset) - self.last
+        if further.max(initial=0) >= (FURTHEST if self.tails else 1):
             raise UsageError("a latent lies too far from its prediction to be coded. Use more steps, or train longer.")
-        symbols = (np.clip(offset, -self.ends, self.ends) + self.ends).astype(np.int32)
         if self.tails and len(beyond := np.flatnonzero(further >= 0)):
             stack.encode_reverse(further[beyond].astype(np.int32), _stream().model.Uniform(FURTHEST))
+        symbols = (np.clip(offset, -self.last, self.last) + self.below)[self.order].astype(np.int32)
         stop = len(symbols)
-        for (_, table), count in zip(reversed(self.tables), reversed(self.counts), strict=True):
+        for table, count in zip(reversed(self.tables), reversed(self.counts), strict=True):
             stack.encode_reverse(symbols[stop - count : stop], table)
             stop -= count
 
 
+def _latents(mean: Coordinates, std: Coordinates | float, spacing: float, tails: bool = False) -> _Rounded:
+    """Normals on the multiples of `spacing`."""
+    std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, 0.0))  # rounding adds 1/12
+    return _Rounded(mean / spacing, np.broadcast_to(std, mean.shape), tails)
+
+
+def _std(width: Any) -> Any:
+    return NARROWEST * np.exp(width * WIDTH_STEP)
+
+
 @functools.lru_cache(maxsize=1 << 16)
-def _table(width: int, rest: int) -> tuple[int, Any]:
-    """The last offset of a table, and the distribution of offsets -last to last, which are counted from 0."""
-    std, mean, model = NARROWEST * math.exp(width * WIDTH_STEP), (rest - RESTS // 2) / RESTS, _stream().model
-    last = 4 + math.ceil(6 * std)
-    if last > LONGEST:
-        return last, model.QuantizedGaussian(0, 2 * last, last + mean, std)
-    edges = torch.arange(-last, last + 2, dtype=torch.float64) - 0.5
-    mass = torch.diff(torch.special.ndtr((edges - mean) / std))
-    return last, model.Categorical(mass.numpy(), perfect=False, lazy=False)
+def _table(width: int, rest: int, below: int, above: int, adds_uniform: bool) -> Any:
+    """The distribution of the offsets from -below to above, counted from 0."""
+    std, mean, model = float(_std(width)), rest / RESTS, _stream().model
+    if below + above > LONGEST:
+        return model.QuantizedGaussian(0, below + above, below + mean, std)
+    offset = torch.arange(-below, above).double()
+    means, stds = torch.full_like(offset, mean), torch.full_like(offset, std)
+    beyond = mass_beyond(offset, means, stds) if adds_uniform else torch.special.ndtr((means - offset - 0.5) / stds)
+    ends = torch.ones(1), beyond, torch.zeros(1)
+    return model.Categorical(-torch.diff(torch.cat(ends)).clamp(max=0).numpy(), perfect=False, lazy=False)
 
 
 def _stream() -> Any:

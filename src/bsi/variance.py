@@ -13,9 +13,11 @@ It is minimal for v = E (x - x_hat)^2, where it is 1/2 ln(1 + D v) on average in
 s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infinity all of them agree. Because the noise
 of s is white, v may be diagonal in any orthonormal basis of the data.
 
-The variance determines two more things. The decoder of binned data is the mass of N(x_hat, v) on a bin, which is good
-before the bins are resolved, so that the steps may end at a lower level. And the cost of every step is known in
-advance: of all grids with k steps, `Variance.grid` is the one with the least expected bound.
+The variance determines two more things. Binned data can be decoded before the bins are resolved, so that the steps may
+end at a lower level: x is x_hat plus N(0, tau^2) and uniform noise of a bin's width, rounded to a bin. Then x has the
+mean x_hat, and the variance tau^2 + w^2 f (1 - f) if x_hat is a fraction f of the width w from one bin to the next:
+with tau = 0 it is one of these two bins. On average the variance is v, which determines tau. And the cost of every
+step is known in advance: of all grids with k steps, `Variance.grid` is the one with the least expected bound.
 """
 
 from __future__ import annotations
@@ -31,10 +33,9 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from bsi.errors import UsageError
-from bsi.gaussian import Data, PerSample, sum_over_data
+from bsi.gaussian import Data, PerSample, over, sum_over_data
 from bsi.grids import Levels, cheapest_grid, paper_grid
 from bsi.levels import Interpolation, low_discrepancy
-from bsi.likelihood import discretized_normal
 from bsi.methods.base import Method, Predictor
 from bsi.rng import standard_normal
 from bsi.sampler import VarianceKind
@@ -50,7 +51,10 @@ WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
 LADDER = 512  # levels that the steps of a grid are chosen from
+SHARPEST = 0.02  # lower limit of tau, in bins
+UNIFORM = 2.0**-20  # part of a decoder that is uniform over the bins
 
+Values = Float[Tensor, "*values"]
 Samples = Float[Tensor, "samples *data"]
 Coordinates = Float[Tensor, "batch coordinates"]
 
@@ -204,10 +208,13 @@ class Variance:
     def _between(self, level: PerSample) -> Interpolation:
         return Interpolation.of(_knots(len(self.values), level.device), self.method.levels.cdf(level))
 
-    def precision(self, level: PerSample, latent: Data, x_hat: Data) -> Data:
-        """The precision of the decoder of each value."""
-        v = self.basis.variances(self.at(level, latent, x_hat), x_hat)
-        return 1 / (v + 1 / self.method.recon_precision)
+    def decoder(self, bins: Bins, level: PerSample, latent: Data, x_hat: Data) -> tuple[Data, Data]:
+        """x_hat and tau in units of the bins' width, counted from the first bin."""
+        v = self.basis.variances(self.at(level, latent, x_hat), x_hat) / bins.width**2
+        place = ((x_hat.double() - bins.low) / bins.width).clamp(0, bins.count - 1)
+        f = place - torch.floor(place)
+        rounding = sum_over_data(f * (1 - f)) / f[0].numel()
+        return place, torch.sqrt((v - over(rounding, v)).clamp(min=SHARPEST**2))
 
     def grid(self, k: int) -> Levels:
         """The levels of k steps whose bound is expected to be the least."""
@@ -219,7 +226,7 @@ class Variance:
             cost[i, i + 1 :] = 0.5 * torch.log1p((gain[i + 1 :] - gain[i])[:, None] * v[i]) @ sizes
         ending = torch.cat([torch.full((LADDER,), math.inf, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
         if self.ending is not None:
-            ending = self._between(levels).at(self.ending.cpu().double())
+            ending = self._between(levels).at(torch.log(self.ending.cpu().double())).exp()
         return cheapest_grid(levels, cost, ending, k)
 
 
@@ -261,8 +268,24 @@ def transition_kl(
 
 
 def decoding_loss(variance: Variance, bins: Bins, x: Data, latent: Data, x_hat: Data, level: PerSample) -> PerSample:
-    """-ln p(x | latent) in nats: the mass of Normals with the predictive variance on the bins."""
-    return -discretized_normal(bins, bins.indices(x), x_hat, variance.precision(level, latent, x_hat))
+    """-ln p(x | latent) in nats; a small part of p is uniform over the bins."""
+    place, tau = variance.decoder(bins, level, latent, x_hat)
+    index = bins.indices(x).double()
+    beyond = torch.where(index < bins.count - 1, mass_beyond(index, place, tau), 0.0)
+    mass = torch.where(index > 0, mass_beyond(index - 1, place, tau), 1.0) - beyond
+    return -sum_over_data(torch.log((1 - UNIFORM) * mass.clamp(min=0) + UNIFORM / bins.count))
+
+
+def mass_beyond(bin_: Values, place: Values, tau: Values) -> Values:
+    """The probability that place plus N(0, tau^2) and uniform noise in [-1/2, 1/2] is rounded to a bin after `bin_`.
+
+    It is the average of Phi((place - bin - u) / tau) over u in [0, 1], and z Phi(z) + phi(z) is the integral of Phi.
+    """
+
+    def integral(z: Values) -> Values:
+        return z * torch.special.ndtr(z) + torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+
+    return tau * (integral((place - bin_) / tau) - integral((place - bin_ - 1) / tau))
 
 
 def widened(variance: Variance, eps: Data, latent: Data, x_hat: Data, level: Float[Tensor, ""], gained: float) -> Data:

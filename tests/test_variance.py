@@ -21,7 +21,16 @@ from bsi.oracle import Mixture
 from bsi.rng import SeededNoise
 from bsi.sampler import Sampler
 from bsi.sampling import sample
-from bsi.variance import OrthonormalBasis, Variance, fit_variance, named_variance, predictions, transition_kl
+from bsi.variance import (
+    OrthonormalBasis,
+    Variance,
+    decoding_loss,
+    fit_variance,
+    mass_beyond,
+    named_variance,
+    predictions,
+    transition_kl,
+)
 from repetitions import unchecked
 
 METHODS = [BSI(alpha_M=1e4), BFN(sigma_1=1e-2), VDM(nu_max=1e4)]
@@ -228,6 +237,34 @@ def test_steps_may_end_before_the_bins_are_resolved(method: Method) -> None:
 
     (fitted, error), (paper, other) = nats(variance), nats(OnPapersGrid(**vars(variance)))
     assert 2 * math.log(9) - error < fitted < paper - error - other
+
+
+def test_the_decoder_has_the_mean_of_the_prediction() -> None:
+    """Without noise it is one of the two nearest bins; much noise has its own variance and that of rounding."""
+    f, bin_ = torch.rand(50, generator=torch.Generator().manual_seed(0)).double(), torch.arange(60).double()
+    place = (20 + f)[:, None].expand(50, 60)
+    for tau, variance in ((0.02, f * (1 - f)), (2.0, torch.full_like(f, 4 + 1 / 6))):
+        mass = -torch.diff(mass_beyond(bin_.expand(50, 60), place, torch.full_like(place, tau)))  # of bins 1 to 59
+        mean, squared = mass @ bin_[1:], mass @ bin_[1:].square()
+        assert torch.allclose(mass.sum(1), torch.ones_like(f))
+        assert torch.allclose(mean, 20 + f)
+        assert torch.allclose(squared - mean.square(), variance, atol=0.02)
+
+
+@pytest.mark.parametrize("std", [0.3, 1.0, 4.0])
+def test_the_decoder_costs_the_entropy_of_normals_on_bins(std: float) -> None:
+    """Also where the Normals are narrower than a bin."""
+    bins, at, generator = Bins(-1.0, 1.0, 101), torch.arange(101).double(), torch.Generator().manual_seed(0)
+    place = 20 + 60 * torch.rand(400, 50, 1, generator=generator).double()
+    p = torch.softmax(-0.5 * ((at - place) / std).square(), -1)
+    index = torch.multinomial(p.flatten(0, 1), 1, generator=generator).reshape(400, 50)
+    mean = p @ at
+    x_hat = bins.low + bins.width * mean
+    v = (p @ at.square() - mean.square()).mean() * bins.width**2
+    variance = Variance(basis_of("level", x_hat), BSI(), v.expand(2, 1))
+    level = torch.ones(400).double()
+    found = decoding_loss(variance, bins, bins.values(index).double(), x_hat, x_hat, level).mean() / 50
+    assert float(found) == pytest.approx(float(-torch.xlogy(p, p).sum(-1).mean()), abs=0.02)
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,8 @@ PRIOR = 4.0  # weight of the average over all coordinates, in observations per k
 MAX_PCA = 4096
 SMALLEST = 1e-12  # lower limit of a variance, since its logarithm is interpolated
 DRAWS = 4  # levels for each training sample
-BLOCK, SMALLEST_SPACE = 4, 16  # side of a block of the cosine transform, and of the smallest image that has blocks
-WIDTH, EPOCHS, RATE = 32, 20, 3e-3  # of a `Correction` and its training
+BLOCK, SMALLEST_SPACE = 8, 16  # side of a block of the cosine transform, and of the smallest image that has blocks
+WIDTH, EPOCHS, RATE = 16, 30, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
 LADDER = 512  # levels that the steps of a grid are chosen from
@@ -195,7 +195,11 @@ class Variance:
         v = self.of_level(level)
         if self.correction is None:
             return v
-        return v * self.correction(self.basis.coordinates(x_hat), torch.log(v)).exp()
+        encoder = self.method.encoder(level)
+        noise = encoder.noise.clamp(min=1e-6)  # BFN's first latent is 0, without noise
+        rest = (latent - over(encoder.signal, latent) * x_hat) / over(noise, latent)
+        x, eps, rho = self.basis.coordinates(x_hat), self.basis.coordinates(rest), (encoder.signal / noise)[:, None]
+        return v * self.correction(x, (rho * x).square(), eps.square(), rho.square() * v).exp().to(v)
 
     def of_level(self, level: PerSample) -> Coordinates:
         """The variance without the correction."""
@@ -235,8 +239,11 @@ def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
 
 
 class Correction(nn.Module):
-    """A small convolutional network over blocks: from the coordinates of a prediction and their ln v to what is added
-    to each ln v, 0 at first."""
+    """A small convolutional network over blocks that returns what is added to each ln v, 0 at first.
+
+    It reads the prediction and three squares relative to the noise: of the prediction, of the predicted noise, whose
+    square is less than 1 by rho^2 v on average, and v itself.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -245,17 +252,23 @@ class Correction(nn.Module):
         if axes > 3:
             raise UsageError(f"a learned variance is for data with at most four axes, got {shape}. Use 'level'.")
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-        first, second = conv(2 * channels, WIDTH, 3, padding=1), conv(WIDTH, WIDTH, 3, padding=1)
-        self.layers = nn.Sequential(first, nn.SiLU(), second, nn.SiLU(), conv(WIDTH, channels, 3, padding=1))
+        self.layers = nn.Sequential(
+            conv(4 * channels, WIDTH, 1),
+            nn.SiLU(),
+            conv(WIDTH, WIDTH, 3, padding=1),
+            nn.SiLU(),
+            conv(WIDTH, WIDTH, 3, padding=1),
+            nn.SiLU(),
+            conv(WIDTH, channels, 1),
+        )
         for parameter in self.layers[-1].parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, x_hat: Coordinates, logs: Coordinates) -> Coordinates:
-        """`logs` are the ln v without the correction."""
+    def forward(self, x: Coordinates, signal: Coordinates, noise: Coordinates, v: Coordinates) -> Coordinates:
+        logs = (0.3 * torch.log(square + least) for square, least in ((signal, 0.1), (noise, 0.1), (v, 0.01)))
         dtype = next(self.parameters()).dtype
-        given = torch.cat([self.blocks.to_channels(each.to(dtype)) for each in (x_hat, 0.1 * logs)], 1)
-        found = self.blocks.from_channels(self.layers(given)).to(logs)
-        return LARGEST_CORRECTION * torch.tanh(found / LARGEST_CORRECTION)
+        found = self.layers(torch.cat([self.blocks.to_channels(each.to(dtype)) for each in (x, *logs)], 1))
+        return LARGEST_CORRECTION * torch.tanh(self.blocks.from_channels(found) / LARGEST_CORRECTION)
 
 
 def transition_kl(

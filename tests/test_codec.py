@@ -86,14 +86,18 @@ def test_more_than_256_bins_are_compressed() -> None:
 
 
 @pytest.mark.slow
-def test_the_size_is_the_finite_bound() -> None:
+@pytest.mark.parametrize("name", ["none", "level"])
+def test_the_size_is_the_finite_bound(name: str) -> None:
     """Within 2 % of the bound with as many steps, on the digits."""
     digits = bsi.load("digits")
     from bsi.data import open_dataset
 
-    x = torch.as_tensor(open_dataset("digits").test[:])
-    packed = compress(digits, x, steps=32)
-    bound = digits.elbo(x, finite_k=32, measure=20)
+    files = open_dataset("digits")
+    x, variance = torch.as_tensor(files.test[:]), None
+    if name != "none":
+        variance = digits.fit_variance(files.train[:512], name)
+    packed = compress(digits, x, 32, variance)
+    bound = digits.elbo(x, finite_k=32, measure=20, variance=variance)
     assert packed.net_bits_per_dim == pytest.approx(float(bound), rel=0.02, abs=3 * bound.monte_carlo_error)
 
 

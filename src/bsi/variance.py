@@ -14,10 +14,10 @@ s and the level alone gives a valid bound; v = 0 is the paper's; for k -> infini
 of s is white, v may be diagonal in any orthonormal basis of the data.
 
 The variance determines two more things. Binned data can be decoded before the bins are resolved, so that the steps may
-end at a lower level: x is x_hat plus N(0, tau^2) and uniform noise of a bin's width, rounded to a bin. Then x has the
-mean x_hat, and the variance tau^2 + w^2 f (1 - f) if x_hat is a fraction f of the width w from one bin to the next:
-with tau = 0 it is one of these two bins. On average the variance is v, which determines tau. And the cost of every
-step is known in advance: of all grids with k steps, `Variance.grid` is the one with the least expected bound.
+end at a lower level: x is x_hat plus N(0, tau^2) and uniform noise of a bin's width w, rounded to a bin. Its mean is
+x_hat, and rounding alone has the variance w^2 f (1 - f) if x_hat is a fraction f of the width from a bin to the next;
+tau^2 is the share of v that decodes training samples best. And the cost of every step is known in advance: of all grids
+with k steps, `Variance.grid` is the one with the least expected bound.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ WIDTH, EPOCHS, RATE = 16, 30, 3e-3  # of a `Correction` and its training
 STEPS = 64  # a correction is fitted to the cost of the steps of a chain of about this length
 LARGEST_CORRECTION = 6.0  # of ln v
 LADDER = 512  # levels that the steps of a grid are chosen from
+SHARES = tuple(2.0**-i for i in range(8))  # tau^2 / v
 SHARPEST = 0.02  # lower limit of tau, in bins
 UNIFORM = 2.0**-20  # part of a decoder that is uniform over the bins
 
@@ -180,14 +181,15 @@ class Variance:
     """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
 
     `values` has a column for each group of coordinates. `ending` is the average cost in nats of decoding binned data at
-    these levels, None if the steps must lead to the last level. With a `correction` v is a function of the latent and
-    the prediction too.
+    these levels, None if the steps must lead to the last level, and `shares` are tau^2 / v. With a `correction` v is a
+    function of the latent and the prediction too.
     """
 
     basis: OrthonormalBasis
     method: Method
     values: Float[Tensor, "knots groups"]
     ending: Float[Tensor, " knots"] | None = None
+    shares: Float[Tensor, " knots"] | None = None
     correction: Correction | None = None
 
     def at(self, level: PerSample, latent: Data, x_hat: Data) -> Coordinates:
@@ -214,11 +216,11 @@ class Variance:
 
     def decoder(self, bins: Bins, level: PerSample, latent: Data, x_hat: Data) -> tuple[Data, Data]:
         """x_hat and tau in units of the bins' width, counted from the first bin."""
-        v = self.basis.variances(self.at(level, latent, x_hat), x_hat) / bins.width**2
         place = ((x_hat.double() - bins.low) / bins.width).clamp(0, bins.count - 1)
-        f = place - torch.floor(place)
-        rounding = sum_over_data(f * (1 - f)) / f[0].numel()
-        return place, torch.sqrt((v - over(rounding, v)).clamp(min=SHARPEST**2))
+        v = self.basis.variances(self.at(level, latent, x_hat), x_hat) / bins.width**2
+        if self.shares is not None:
+            v = v * over(self._between(level).at(torch.log(self.shares.to(level))).exp(), v)
+        return place, torch.sqrt(v).clamp(min=SHARPEST)
 
     def grid(self, k: int) -> Levels:
         """The levels of k steps whose bound is expected to be the least."""
@@ -362,14 +364,17 @@ def fit_variance(method: Method, found: Predictions, basis: OrthonormalBasis, ba
 
 @torch.no_grad()
 def _with_ending(variance: Variance, found: Predictions, bins: Bins, batch_size: int) -> Variance:
-    """The variance with the cost of decoding at each knot, an average of training samples around it."""
-    sums, counts = torch.zeros(2, KNOTS, dtype=torch.float64, device=found.x.device)
-    for part in found.batches(batch_size):
-        nats = decoding_loss(variance, bins, part.x, part.latent, part.x_hat, part.level)
-        between = variance._between(part.level)
-        sums += between.scatter(nats, KNOTS)
-        counts += between.scatter(torch.ones_like(nats), KNOTS)
-    return replace(variance, ending=sums / counts.clamp(min=1e-9))
+    """The variance with the share for each knot that decodes training samples around it best, and what that costs."""
+    sums, counts = torch.zeros(2, len(SHARES), KNOTS, dtype=torch.float64, device=found.x.device)
+    for i, share in enumerate(SHARES):
+        tried = replace(variance, shares=torch.full((KNOTS,), share, dtype=torch.float64))
+        for part in found.batches(batch_size):
+            nats = decoding_loss(tried, bins, part.x, part.latent, part.x_hat, part.level)
+            between = variance._between(part.level)
+            sums[i] += between.scatter(nats, KNOTS)
+            counts[i] += between.scatter(torch.ones_like(nats), KNOTS)
+    ending, best = (sums / counts.clamp(min=1e-9)).min(0)
+    return replace(variance, ending=ending, shares=torch.tensor(SHARES, dtype=torch.float64)[best.cpu()])
 
 
 def _corrected(variance: Variance, found: Predictions, seed: int, batch_size: int) -> Variance:

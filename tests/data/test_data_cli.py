@@ -37,6 +37,20 @@ def test_arrays_are_prepared_listed_and_opened_by_name(root, tmp_path, capsys):
     assert "moons: " in capsys.readouterr().out
 
 
+def test_the_command_that_trains_on_arrays_depends_on_their_shape(root, tmp_path, capsys):
+    for shape, options, command in (
+        ((5,), "", "train arrays --data.name x, or table-mini"),
+        ((1, 16), "", "train arrays --data.name x, or series-mini"),
+        ((3, 8, 8), "--bins 0 1 256", "train folder --data.name x, or folder-mini"),
+        ((8,), "--symbols 4", "train text-mini --data.name x"),
+    ):
+        data = np.random.default_rng(0).random((40, *shape))
+        np.save(tmp_path / "x.npy", (4 * data).astype(int) if "symbols" in options else data)
+        folder = root / str(len(options) + len(shape)) / "x"
+        assert main(["data", "arrays", "--from", str(tmp_path / "x.npy"), "--to", str(folder), *options.split()]) == 0
+        assert f"next: bsi {command}".replace(" x", f" {folder}") in capsys.readouterr().err
+
+
 def test_a_folder_of_classes_is_listed_with_their_names(root, tmp_path, capsys):
     for i in range(60):
         path = tmp_path / "photos" / f"class{i % 12:02}" / f"{i}.png"

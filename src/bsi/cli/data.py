@@ -16,6 +16,7 @@ from bsi.data import arrays, images, published, store
 from bsi.data.prepare import prepare
 from bsi.errors import DataError, UsageError, unknown
 from bsi.io import data_folder
+from bsi.pictures import is_image
 from bsi.progress import log
 from bsi.values import Latents, Standardize, Symbols
 
@@ -132,7 +133,8 @@ class DataOptions:
             log("bsi data: warning: there are no test samples, which `bsi eval` needs. Use a larger --test-fraction.")
         # The command that trains on it: with larger patches for large images, and with labels if they were requested.
         outside = dataset.folder.parent.resolve() != data_folder().resolve()
-        command = SOURCES[name][1].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
+        like = "folder" if name == "arrays" and dataset.bins is not None and is_image(dataset.shape) else name
+        command = SOURCES[like][1].replace("NAME", shlex.quote(str(dataset.folder) if outside else dataset.name))
         if name == "arrays" and isinstance(dataset.kind, Symbols):
             command = command.replace("arrays", "text-mini" if len(dataset.shape) == 1 else "binary-digits", 1)
         elif name == "arrays" and dataset.bins is None and len(dataset.shape) <= 2:

@@ -162,7 +162,7 @@ class Loop:
         step, note = self.engine.steps_done, self.progress.note
         due = self.recipe.every.due(step, self.recipe.steps)
 
-        def report(*counted: float) -> None:
+        def report(*counted: float | int) -> None:
             self.watchdog.at(step, "evaluate")
             self.progress.advance(0, f"{note} · evaluating" if note else "evaluating")
 

@@ -127,7 +127,7 @@ def test_labels_of_a_dataset_train_and_sample_by_options(tmp_path: Path, capsys:
     assert bsi.load(run).classes == 10
     with Image.open(run / "samples" / "step-00000002.png") as sheet:
         assert sheet.width > 4 * sheet.height, "two rows, and a column for each class"
-    assert f"bsi sample {run} --labels --steps 2 ·" in capsys.readouterr().err
+    assert f"bsi sample {run} --labels ·" in capsys.readouterr().err
     drawn = ["--num", "4", "--steps", "2", "--npz", str(tmp_path / "x.npz"), "--out", str(tmp_path / "x.png")]
     assert main(["sample", str(run), "--label", "7", "--guidance", "2", *drawn, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["label"] == 7

@@ -92,7 +92,7 @@ def test_options_of_another_source_are_rejected(root, tmp_path, capsys):
         (["arrays"], "--from PATH"),
         (["digits", "--from", path], "part of the package"),
         (["cifar-10"], "did you mean 'cifar10'"),
-        (["nonsense"], "sources are cifar10"),
+        (["nonsense"], "Use one of cifar10"),
         ([], "bsi data NAME"),
     ):
         assert main(["data", *words]) == 2

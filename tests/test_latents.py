@@ -273,7 +273,7 @@ def plan(images: object, autoencoder: object) -> object:
 
 
 def test_unsupported_images_are_rejected_before_any_work(root: Path, tmp_path: Path) -> None:
-    for name, array in {"odd": np.zeros((20, 1, 7, 7)), "color": np.zeros((20, 3, 8, 8))}.items():
+    for name, array in {"odd": -np.ones((20, 1, 7, 7)), "color": -np.ones((20, 3, 8, 8))}.items():
         np.save(tmp_path / f"{name}.npy", array)
         words = ["data", "arrays", "--from", str(tmp_path / f"{name}.npy"), "--to", str(tmp_path / name)]
         assert main([*words, "--bins", "-1", "1", "256"]) == 0

@@ -193,7 +193,7 @@ def test_a_class_can_be_selected(browser, labeled):
         assert page.inner_text("#guidance-value") == "2.5"
         assert free.mean() < bright.mean()
         cond = torch.ones(9, dtype=torch.long)
-        *_, last = labeled.model.trajectory(range(9), Sampler(guidance=2.5), cond=cond)
+        *_, last = labeled.model.trajectory(range(9), guidance=2.5, cond=cond)
         np.testing.assert_allclose(values(page, "x_hat", state(page, "last")), last.x_hat.numpy(), atol=1e-4)
         for width in (420, 800, 1280):
             page.set_viewport_size({"width": width, "height": 900})

@@ -39,7 +39,7 @@ def test_cifar10_has_the_bits_per_dim_of_its_card(model: bsi.Model) -> None:
         float, re.findall(r"bits/dim \| (\S+) ± (\S+) ± (\S+), .*10,000 test", CARD.read_text())[0]
     )
     images = np.fromfile(TEST_BATCH, np.uint8).reshape(-1, 3073)[:, 1:].reshape(-1, 3, 32, 32)
-    elbo = model.elbo(torch.from_numpy(images[subset(len(images), 1000)]), measure=2, recon=1)
+    elbo = model.elbo(torch.from_numpy(images[subset(len(images), 1000)]), measure=2)
     error = np.hypot(elbo.data_error, np.hypot(elbo.monte_carlo_error, monte_carlo))
     assert abs(elbo.bits_per_dim - value) < 3 * error
-    assert error < 0.03
+    assert error < 0.06

@@ -160,7 +160,9 @@ class Progress:
     def line(self) -> str:
         """The progress as plain text."""
         elapsed, fresh = time.monotonic() - self._started, self.done - self._first
-        counted = f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{round(self.done, 1)}/".replace(".0/", "/")
+        counted = (
+            f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{int(10 * self.done) / 10}/".replace(".0/", "/")
+        )
         parts = [f"{self.what} {counted}{amount(self.total, self.unit)}"]
         if fresh and elapsed > 0:
             rate = fresh / elapsed

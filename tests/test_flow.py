@@ -51,13 +51,13 @@ def test_vdms_prior_is_exact_for_data_of_unit_variance():
     torch.testing.assert_close(flow.log_density, noisy(data, method).log_density(points(4)), rtol=0, atol=1e-5)
 
 
-def test_progress_is_the_share_of_the_integral_that_every_sample_has_reached():
+def test_progress_adds_up_to_the_whole_integral():
     shares = list[float]()
     flow_density(BSI(), mixture().predictor(BSI()), points(3), tolerance=1e-3, watch=shares.append)
     assert len(shares) > 10
-    assert shares == sorted(shares)
-    assert 0 <= shares[0] < 0.1
-    assert shares[-1] == 1
+    assert min(shares) >= 0
+    assert max(shares) < 0.5
+    assert sum(shares) == pytest.approx(1)
 
 
 def test_the_flow_differentiates_under_no_grad():

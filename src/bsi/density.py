@@ -332,7 +332,10 @@ class Density(nn.Module):
         divergence = flow.exact_divergence if probes is None else flow.hutchinson(seed, self.shape, probes)
         tolerance = min(max(1e-2, 1e-4 * math.prod(self.shape)), 0.5) if tolerance is None else tolerance
 
-        def log_weight(x: Data, predict: Predictor, ids: Rows, draw: int, watch: flow.Watch) -> PerSample:
+        def log_weight(x: Data, predict: Predictor, ids: Rows, draw: int, advance: flow.Watch) -> PerSample:
+            def watch(share: float) -> None:
+                advance(share * len(x) / draws)
+
             if self.bins is None:
                 return flow.flow_density(self.method, predict, x, divergence, ids, tolerance, watch).log_density
             eps = standard_normal(seed, ids, DEQUANTIZATION + draw, self.shape, torch.float64)
@@ -340,29 +343,16 @@ class Density(nn.Module):
             given = (self.method, predict, index, self.bins, position, divergence, ids, tolerance, watch)
             return flow.binned_flow(*given).log_density
 
-        found, done = [], 0.0
+        found = []
         with shown(progress, "log-likelihood", len(data), "sample") as advance, self.evaluating():
-
-            def part(start: float, samples: float) -> flow.Watch:
-                """Shows the share of an integral that is done, as a number of samples."""
-
-                def watch(share: float) -> None:
-                    nonlocal done
-                    advance(start + share * samples - done)
-                    done = start + share * samples
-
-                return watch
-
             for rows in torch.arange(len(data)).split(batch_size):
                 x, predict, ids = (
                     self.values(_rows_of(data, rows, self.device)),
                     self._given(cond, rows),
                     rows.to(self.device),
                 )
-                each, share = list[PerSample](), len(rows) / draws
-                for draw in range(draws):
-                    each.append(log_weight(x, predict, ids, draw, part(int(rows[0]) + draw * share, share)))
-                found.append(torch.logsumexp(torch.stack(each).double(), 0) - math.log(draws))
+                each = torch.stack([log_weight(x, predict, ids, draw, advance) for draw in range(draws)])
+                found.append(torch.logsumexp(each.double(), 0) - math.log(draws))
         return torch.cat(found).cpu() - math.prod(self.shape) * self.kind.log_determinant
 
     def fit_variance(self, data: Array, kind: str = "dct", seed: int = 0, batch_size: int = 256) -> Variance:

@@ -37,7 +37,7 @@ from bsi.values import Bins
 
 # (x_hat, v, which of the samples they are) -> tr(d x_hat / d v), or an estimate of it, for each sample.
 Divergence = Callable[[Data, Data, Int[Tensor, " batch"]], PerSample]
-Watch = Callable[[float], object]  # is called after each step with the share of the integral that is done
+Watch = Callable[[float], object]  # is called with the share of the integral that a step adds
 
 MOST_STEPS = 10_000
 
@@ -257,8 +257,8 @@ def _integrate(
         state = torch.where(good[:, None], there, state)
         rate = torch.where(good[:, None], slopes[-1], rate)
         # the last step ends exactly at `stop`, without rounding
-        u = torch.where(good, torch.where(length <= stop - u, stop, u + length), u)
+        before, u = u, torch.where(good, torch.where(length <= stop - u, stop, u + length), u)
         h = length * (0.9 * error.clamp(min=1e-9) ** -0.2).clamp(0.2, 5.0)
         if watch is not None:
-            watch((start - float(u.max())) / (start - stop))
+            watch(float(before.max() - u.max()) / (start - stop))
     raise NonFinite(f"the flow took more than {MOST_STEPS} steps. Use a larger tolerance.")

@@ -152,7 +152,8 @@ class Progress:
 
     def advance(self, count: float | int = 1, note: str | None = None) -> None:
         """Add to the count, and show it if it was last shown long enough ago."""
-        self.done = round(self.done + count, 6)
+        done = self.done + count
+        self.done = round(done) if abs(done - round(done)) < 1e-6 else done  # parts of a sample add up to one
         self.note = self.note if note is None else note
         if time.monotonic() - self._shown_at >= (BAR_EVERY_S if self.live else LINE_EVERY_S):
             self._show()
@@ -160,9 +161,8 @@ class Progress:
     def line(self) -> str:
         """The progress as plain text."""
         elapsed, fresh = time.monotonic() - self._started, self.done - self._first
-        counted = (
-            f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{int(10 * self.done) / 10}/".replace(".0/", "/")
-        )
+        done = self.done if isinstance(self.done, int) else f"{int(10 * self.done) / 10:g}"
+        counted = f"{amount(self.done, 'B')} of " if self.unit == "B" else f"{done}/"
         parts = [f"{self.what} {counted}{amount(self.total, self.unit)}"]
         if fresh and elapsed > 0:
             rate = fresh / elapsed

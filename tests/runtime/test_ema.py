@@ -19,7 +19,7 @@ from bsi.cli import main
 from bsi.errors import Preempted, UsageError
 from bsi.recipe import Ema, Every
 from bsi.runtime import ema as module
-from bsi.runtime.ema import EmaModel, PowerAverages, Profile, coefficients, exponent, lerp_, reconstruct
+from bsi.runtime.ema import EmaModel, PowerAverages, Profile, coefficients, exponent, lerp_, reconstruct, store_averages
 from bsi.runtime.export import read_trained
 from bsi.training import loop
 
@@ -108,6 +108,17 @@ def test_stored_averages_are_reconstructed_exactly(run: Path) -> None:
     exact = load_file(run / "averages" / "step-00000030.safetensors")
     for name, tensor in weights.items():
         assert torch.allclose(tensor, exact[f"0.1/{name}"], atol=1e-4)
+
+
+@pytest.mark.parametrize("widths", [[(0.05, 0.1), (0.05,)], [(0.05,), (0.05, 0.1)]])
+def test_the_widths_of_stored_averages_may_change_during_a_run(widths: list[tuple[float, ...]], tmp_path: Path) -> None:
+    """The result is the best combination of exactly the averages that were stored."""
+    stored = [Profile(step, width) for step, here in zip((1000, 2000), widths, strict=True) for width in here]
+    for step in (1000, 2000):
+        state = {f"{p.sigma_rel}/weight": torch.tensor([1.0 / p.sigma_rel]) for p in stored if p.step == step}
+        store_averages(tmp_path, step, state)
+    expected = coefficients(stored, Profile(2000, 0.07)) @ np.array([1.0 / p.sigma_rel for p in stored])
+    assert float(reconstruct(tmp_path, 0.07)[1]["weight"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_averages_are_stored_when_a_run_stops_at_their_step(

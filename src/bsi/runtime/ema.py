@@ -174,12 +174,13 @@ def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> tuple[i
     end = max(files) if step is None else step
     if end not in files:
         raise UsageError(f"{run} has no averages of step {end}. Use one of {', '.join(map(str, files))}.")
-    widths = sorted({key.partition("/")[0] for key in read_tensors(files[end])[1]})
-    profiles = [Profile(at, float(width)) for at in files if at <= end for width in widths]
+    used = {at: path for at, path in files.items() if at <= end}
+    widths = {at: {key.partition("/")[0] for key in read_tensors(path)[1]} for at, path in used.items()}
+    profiles = [Profile(at, float(width)) for at in used for width in sorted(widths[at])]
     shares = dict(zip(profiles, coefficients(profiles, Profile(end, sigma_rel)).tolist(), strict=True))
     found: dict[str, Tensor] = {}
-    for at in (at for at in files if at <= end):
-        for key, tensor in read_tensors(files[at])[1].items():
+    for at, path in used.items():
+        for key, tensor in read_tensors(path)[1].items():
             width, _, name = key.partition("/")
             found[name] = found.get(name, 0.0) + shares[Profile(at, float(width))] * tensor.double()
     return end, {name: tensor.float() for name, tensor in found.items()}

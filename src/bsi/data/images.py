@@ -1,7 +1,7 @@
 """Images from files and from the Hugging Face hub.
 
 An image is resampled so that its smaller side is `size`, and the centered square is stored; the manifest records this.
-The filter reads pixels around the square as inside of it, so that its edges are no edges of the picture.
+At the edges of the square, resampling uses the pixels beyond them.
 
 Files that cannot be converted faithfully are rejected by name: truncated files, more than eight bits per channel, CMYK,
 transparency, several frames, more than 2^26 pixels, and images smaller than the size. The memory is that of the names

@@ -26,6 +26,7 @@ LAYERS = [
         "consistency",
         "control_variate",
         "denoiser",
+        "discreteness",
         "elbo",
         "flow",
         "density",

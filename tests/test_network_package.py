@@ -16,6 +16,8 @@ import bsi
 from bsi.cli import main
 from bsi.errors import UsageError
 from bsi.recipe import Every
+from bsi.studies.measure import installed_networks, network_name
+from bsi.studies.scale import SCALES
 
 NETWORKS = Path(__file__).parents[1] / "networks"
 
@@ -90,3 +92,7 @@ def test_a_network_that_is_too_large_is_rejected(added: Path, tmp_path: Path) ->
     with pytest.raises(UsageError, match="more than"):
         script["add"](run, "large", "none", "abc123", "", "MIT", tmp_path)
     assert not (tmp_path / "large" / "model.safetensors").exists()
+
+
+def test_the_study_of_variances_measures_the_released_network() -> None:
+    assert installed_networks()[network_name(SCALES["mini"].transitions("bsi"))] == "cifar10"

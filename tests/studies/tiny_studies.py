@@ -27,6 +27,7 @@ TINY = replace(
     parameters=Comparison(tiny, seeds=(0,)),
     convergence=tiny,
     profiled=tiny,
+    transitions=tiny,
     samples=40,
     references=("test", "train"),
     steps=(2, 16),

@@ -207,15 +207,15 @@ def proposal(scale: Scale) -> StudySteps:
 
 
 KINDS: tuple[VarianceKind, ...] = ("none", "level", "dct", "learned")
-MOST = 64  # steps of the samplers
+FEWEST, MOST = 4, 64  # steps of the samplers
 SHOWN = 8  # points of a rate-distortion curve in its table
 
 
 @study("new", "the bound and the samples for few steps, with a predictive variance in each step")
 def variance_aware(scale: Scale) -> StudySteps:
-    network, ks = scale.parameters.networks("bsi")[0], scale.ks
-    steps = [k for k in ks if k <= MOST]
-    infinite = Bound(network, scale.finite_levels, scale.recon)
+    network, ks = scale.transitions("bsi"), scale.ks
+    steps = sorted({FEWEST, *(k for k in ks if k <= MOST)})
+    infinite = Bound(network, scale.finite_levels, scale.recon, images=scale.transition_images)
     bounds = {kind: [replace(infinite, finite_k=k, variance=kind) for k in ks] for kind in KINDS}
     solvers = ("posterior", NOISY_SOLVER, FLOW_SOLVER)
     samplers = {solver: [Sampler(k, solver, OURS.grid) for k in steps] for solver in solvers}

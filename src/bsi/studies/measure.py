@@ -56,6 +56,7 @@ from bsi.model import Model
 from bsi.recipe import Objective, Recipe, changes, from_plain, to_plain
 from bsi.rng import standard_normal
 from bsi.runtime.distributed import Place, World
+from bsi.runtime.export import installed, read_trained
 from bsi.sampler import Sampler, VarianceKind
 from bsi.studies.scale import DATASETS, MetricName, Scale
 from bsi.training.resume import SAFE
@@ -80,7 +81,7 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """All settings except the network, for JSON. Newer ones are left out at their defaults, to keep names."""
-        newer = {"variance": "none", "alpha_R": None, "clips": False}
+        newer = {"variance": "none", "alpha_R": None, "clips": False, "images": None}
         kept = ((k, v) for k, v in vars(self).items() if k != "network" and not (k in newer and v == newer[k]))
         return {k: v.record() if isinstance(v, Sampler) else to_plain(v) for k, v in kept}
 
@@ -100,10 +101,12 @@ class Job:
         relative = speed.unet if isinstance(network.backbone, UNetConfig) else 1.0
         flops = cost(network.backbone, data.shape, data.bins).flops / relative
         match self:
+            case Training() if self.name in installed_networks():
+                return speed.startup_s
             case Training():  # the backward pass takes as long as two evaluations
                 return speed.startup_s + 3 * network.batch * network.steps * flops / speed.training
             case Bound():
-                evaluations, compared = data.test_images * (self.levels + self.recon), 0
+                evaluations, compared = (self.images or data.test_images) * (self.levels + self.recon), 0
             case Rates():
                 evaluations, compared = (self.steps + 1) * self.images, 0
             case LevelErrors():
@@ -125,7 +128,7 @@ class Training(Job):
 
 @dataclass(frozen=True)
 class Bound(Job):
-    """Bits per dimension of the test set: `levels` and `recon` evaluations of each image.
+    """Bits per dimension of the test set, or of its first `images`: `levels` and `recon` evaluations of each image.
 
     `alpha_R` is the precision of BSI's decoder, in place of the method's own. With `clips` predictions are clipped to
     the range of the bins, whether the network was trained so or not.
@@ -137,11 +140,12 @@ class Bound(Job):
     variance: VarianceKind = "none"
     alpha_R: float | None = None
     clips: bool = False
+    images: int | None = None
 
     def measure(self, model: Model, store: Store) -> Result:
         """The bound, with the replicates of every image in nats: differences of networks are computed from these."""
         dataset, batch = open_dataset(self.network.data.name), store.scale.batch
-        test = model.on(as_source(dataset.split("test"), model.device))
+        test = model.on(as_source(dataset.split("test")[: self.images], model.device))
         test = replace(test, variance=fitted_variance(model, dataset, self.variance, batch))
         if self.alpha_R is not None:
             assert isinstance(test.method, BSI)
@@ -281,6 +285,13 @@ def network_name(recipe: Recipe) -> str:
     changes instead, the recipe that is stored with each result shows it (`check_network`).
     """
     return _hash(_changed_settings(recipe, ""))
+
+
+@functools.cache
+def installed_networks() -> dict[str, str]:
+    """The names of the installed networks, by the settings that decided their weights."""
+    trained = {name: read_trained(path).recipe for name, path in installed().items()}
+    return {network_name(recipe): name for name, recipe in trained.items() if isinstance(recipe, Recipe)}
 
 
 def check_network(stored: object, wanted: Recipe, path: Path) -> None:

@@ -42,7 +42,17 @@ from bsi.runtime.distributed import Place, World, find_place, pick_device
 from bsi.runtime.export import export, read_trained
 from bsi.runtime.run_folder import RunFolder, Value, read_journal
 from bsi.studies import ablations, bounds, comparison, illustration, outcome  # noqa: F401  studies register themselves
-from bsi.studies.measure import Bound, Job, Quality, Store, Training, check_network, describe, network_name
+from bsi.studies.measure import (
+    Bound,
+    Job,
+    Quality,
+    Store,
+    Training,
+    check_network,
+    describe,
+    installed_networks,
+    network_name,
+)
 from bsi.studies.outcome import STUDIES, Results, Study
 from bsi.studies.scale import SCALES, Scale
 from bsi.training import train as trainer
@@ -178,6 +188,8 @@ def do(job: Job, store: Store, device: torch.device) -> None:
 def train(recipe: Recipe, store: Store, device: torch.device) -> str:
     """Train a network, or resume, and keep its moving average in one file; returns a summary.
 
+    An installed network with the same recipe is taken as it is.
+
     `bsi train --out` into the same folder gives the same result, on any number of GPUs.
     """
 
@@ -186,6 +198,10 @@ def train(recipe: Recipe, store: Store, device: torch.device) -> str:
             signal.raise_signal(signal.SIGTERM)  # like a scheduler: the trainer saves and stops
 
     out, sinks = store.network(recipe), [stop_at_deadline]
+    if name := installed_networks().get(network_name(recipe)):
+        out.mkdir(parents=True, exist_ok=True)
+        export(name, store.file(Training(recipe)))
+        return f"taken from the installed network {name}"
     folder = trainer.train(recipe, out=out, sinks=sinks, device=device.type, command_line=True).path
     export(folder, store.file(Training(recipe)))
     shutil.rmtree(RunFolder(folder).checkpoints)

@@ -23,6 +23,7 @@ from bsi.sampler import Sampler
 from bsi.sampling import sample
 from bsi.variance import (
     SHARES,
+    Ending,
     OrthonormalBasis,
     Variance,
     decoding_loss,
@@ -245,11 +246,40 @@ def test_the_decoder_has_the_mean_of_the_prediction() -> None:
     f, bin_ = torch.rand(50, generator=torch.Generator().manual_seed(0)).double(), torch.arange(60).double()
     place = (20 + f)[:, None].expand(50, 60)
     for tau, variance in ((0.02, f * (1 - f)), (2.0, torch.full_like(f, 4 + 1 / 6))):
-        mass = -torch.diff(mass_beyond(bin_.expand(50, 60), place, torch.full_like(place, tau)))  # of bins 1 to 59
+        mass = -torch.diff(
+            mass_beyond(bin_.expand(50, 60), place, torch.full_like(place, tau), torch.ones(()).double())
+        )  # of bins 1 to 59
         mean, squared = mass @ bin_[1:], mass @ bin_[1:].square()
         assert torch.allclose(mass.sum(1), torch.ones_like(f))
         assert torch.allclose(mean, 20 + f)
         assert torch.allclose(squared - mean.square(), variance, atol=0.02)
+
+
+def test_a_sharp_decoder_moves_to_the_nearest_bin() -> None:
+    """The odds of two bins are raised to the power a, and the probabilities of all bins still sum to 1."""
+    bin_, place = torch.arange(-1, 4).double(), torch.full((5,), 1.2).double()
+    for a, odds in ((1.0, 0.25), (2.0, 0.25**2), (3.0, 0.25**3)):
+        mass = -torch.diff(mass_beyond(bin_, place, torch.full_like(place, 1e-3), torch.tensor(a).double()))
+        assert torch.allclose(mass, torch.tensor([0.0, 1.0, odds, 0.0]).double() / (1 + odds), atol=1e-9)
+
+
+def test_the_decoder_learns_how_precise_predictions_are() -> None:
+    """Predictions are off by up to a tenth of a bin from the right one: the nearest bin is more probable than 1 - f."""
+    bins, method = Bins(-1.0, 1.0, 101), BSI()
+    x = bins.values(torch.randint(10, 90, (400, 50), generator=torch.Generator().manual_seed(0))).double()
+
+    def predict(latent: Tensor, level: Tensor) -> Tensor:
+        return bins.values(bins.indices(latent)) + 0.1 * bins.width * torch.sin(1e5 * latent)
+
+    variance = named_variance("level", method, predict, x, kind=bins)
+    assert variance.ending is not None
+    assert float(variance.ending.sharpness[-1]) > 2
+    level = torch.full((400,), method.levels.high).double()
+    latent = x + normals(1, 400, 50) / level[0].sqrt()
+    x_hat = predict(latent, level)
+    off = (x - x_hat).abs() / bins.width
+    cost = float(decoding_loss(variance, bins, x, latent, x_hat, level).mean()) / 50
+    assert cost < 0.2 * float(-torch.log(1 - off).mean())
 
 
 @pytest.mark.parametrize("std", [0.3, 1.0, 4.0])
@@ -264,7 +294,8 @@ def test_the_decoder_costs_the_entropy_of_normals_on_bins(std: float) -> None:
     v = (p @ at.square() - mean.square()).mean() * bins.width**2
     variance = Variance(basis_of("level", x_hat), BSI(), v.expand(2, 1))
     level, x = torch.ones(400).double(), bins.values(index).double()
-    shares = (replace(variance, shares=torch.full((2,), share).double()) for share in SHARES)
+    one = torch.ones(2).double()
+    shares = (replace(variance, ending=Ending(share * one, one, one)) for share in SHARES)
     found = min(float(decoding_loss(each, bins, x, x_hat, x_hat, level).mean()) / 50 for each in shares)
     assert found == pytest.approx(float(-torch.xlogy(p, p).sum(-1).mean()), abs=0.02)
 

@@ -218,6 +218,7 @@ class _Chain:
         self.basis = basis_of("pixels", model.shape) if variance is None else variance.basis
         self.n = math.prod(model.shape)
         self.variance = variance
+        self.sharpness = None if variance is None else float(variance.decoder_at(self.levels[-1:])[1])
         self.gained = np.diff(self.alpha)
         # standard deviations of q(s_i | s_{i+1}, s_0), of q(s_k | s_0, x) as the case a_{k+1} = inf, and of q(s_0 | x)
         known = self.known = self.alpha - self.alpha[0]
@@ -304,7 +305,7 @@ class _Chain:
         x_hat, v = self._watched(self.last, place * self.spacing[-1])
         mean = ((x_hat - self.bins.low) / self.bins.width).flatten(1).cpu().numpy()
         std = np.sqrt(v.cpu().numpy())
-        return _Rounded(mean, std, tails=True, bins=self.bins.count, adds_uniform=self.variance is not None)
+        return _Rounded(mean, std, tails=True, bins=self.bins.count, sharpness=self.sharpness)
 
     def _watched(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
         x_hat, v = self._predict(i, latent)
@@ -342,11 +343,11 @@ class _Rounded:
     The rest of the mean and the standard deviation are rounded to few values, so that many integers share their
     distribution and are coded by one call with one table. If an offset may lie in the `tails`, beyond the table, the
     table's ends stand for it, and the distance from them is coded uniformly. With `bins`, the first and the last of
-    them are the ends of the tables; with `adds_uniform`, the Normal is that of `variance.mass_beyond`.
+    them are the ends of the tables; with a `sharpness`, the distribution is that of `variance.mass_beyond`.
     """
 
     def __init__(
-        self, mean: Coordinates, std: Coordinates, tails: bool, bins: int | None = None, adds_uniform: bool = False
+        self, mean: Coordinates, std: Coordinates, tails: bool, bins: int | None = None, sharpness: float | None = None
     ) -> None:
         self.center, self.tails = np.rint(mean), tails
         rest = np.rint((mean - self.center) * RESTS).reshape(-1)
@@ -363,7 +364,7 @@ class _Rounded:
         starts = np.append(0, np.flatnonzero(np.diff(shared[self.order])) + 1)
         self.counts = np.diff(np.append(starts, len(shared))).tolist()
         columns = (each[self.order[starts]].astype(int).tolist() for each in (width, rest, self.below, above))
-        self.tables = [_table(*each, adds_uniform) for each in zip(*columns, strict=True)]
+        self.tables = [_table(*each, sharpness) for each in zip(*columns, strict=True)]
 
     def pop(self, stack: Any) -> Places:
         found = [stack.decode(table, count) for table, count in zip(self.tables, self.counts, strict=True)]
@@ -400,14 +401,18 @@ def _std(width: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _table(width: int, rest: int, below: int, above: int, adds_uniform: bool) -> Any:
+def _table(width: int, rest: int, below: int, above: int, sharpness: float | None) -> Any:
     """The distribution of the offsets from -below to above, counted from 0."""
     std, mean, model = float(_std(width)), rest / RESTS, _stream().model
     if below + above > LONGEST:
         return model.QuantizedGaussian(0, below + above, below + mean, std)
     offset = torch.arange(-below, above).double()
     means, stds = torch.full_like(offset, mean), torch.full_like(offset, std)
-    beyond = mass_beyond(offset, means, stds) if adds_uniform else torch.special.ndtr((means - offset - 0.5) / stds)
+    beyond = (
+        torch.special.ndtr((means - offset - 0.5) / stds)
+        if sharpness is None
+        else mass_beyond(offset, means, stds, torch.full_like(offset, sharpness))
+    )
     ends = torch.ones(1), beyond, torch.zeros(1)
     return model.Categorical(-torch.diff(torch.cat(ends)).clamp(max=0).numpy(), perfect=False, lazy=False)
 

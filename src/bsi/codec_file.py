@@ -28,9 +28,9 @@ from torch import Tensor
 from bsi.errors import BsiError, DataError, UsageError
 from bsi.model import Model
 from bsi.values import Bins
-from bsi.variance import Correction, Variance, basis_of
+from bsi.variance import Correction, Ending, Variance, basis_of
 
-MAGIC = b"BSI\x03"
+MAGIC = b"BSI\x04"
 HASH_BYTES = 32
 MOST_HEADER = 1 << 24
 MOST_BATCH = 1 << 16
@@ -150,7 +150,7 @@ def stored_variance(variance: Variance) -> dict[str, Any]:
         raise UsageError(
             "compression takes the variances level, pixels, dct and learned: pca does not fit into a file."
         )
-    if variance.ending is None or variance.shares is None:
+    if variance.ending is None:
         raise UsageError("this variance was fitted to data without bins. Fit it with model.fit_variance(train).")
     kind = "level" if variance.values.shape[1] == 1 else "pixels" if axes is None else "dct"
     logs = torch.round((torch.log(variance.values.clamp(min=1e-12)) - LOG_CENTER) / LOG_STEP).clamp(-127, 127)
@@ -159,7 +159,7 @@ def stored_variance(variance: Variance) -> dict[str, Any]:
         "colors": None if matrices[0] is None else matrices[0].tolist(),
         "knots": len(logs),
         "logs": _text(logs.to(torch.int8)),
-        "ending": _text(torch.stack([variance.ending.cpu(), variance.shares.cpu()]).to(torch.float32)),
+        "ending": _text(torch.stack([*vars(variance.ending).values()]).to(torch.float32)),
     }
     if variance.correction is not None:
         weights = [(w, float(w.abs().max()) / 127) for w in variance.correction.state_dict().values()]
@@ -191,10 +191,10 @@ def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | Non
         if stored["kind"] not in STORED:
             raise ValueError(f"kind {stored['kind']!r:.20}")
         basis = basis_of(stored["kind"], shape, colors)
-        ending, shares = _numbers(stored["ending"], "<f4").double().reshape(2, -1)
-        if len(values[0]) != int(basis.groups.max()) + 1 or len(values) < 2 or len(ending) != len(values):
+        ending = Ending(*_numbers(stored["ending"], "<f4").double().reshape(3, -1))
+        if len(values[0]) != int(basis.groups.max()) + 1 or len(values) < 2 or len(ending.cost) != len(values):
             raise ValueError(f"{tuple(values.shape)} variances for data of shape {shape}")
-        numbers = [ending, shares, torch.tensor(stored.get("scales", []), dtype=torch.float64)]
+        numbers = [*vars(ending).values(), torch.tensor(stored.get("scales", []), dtype=torch.float64)]
         if colors is not None:
             numbers.append(colors)
         if not float(torch.cat([each.flatten() for each in numbers]).abs().max()) < LARGEST:
@@ -208,4 +208,4 @@ def read_variance(stored: dict[str, Any] | None, model: Model) -> Variance | Non
             correction = correction.to(model.device)
     except (ValueError, KeyError, TypeError, RuntimeError, BsiError) as error:
         raise DataError(f"the variance in the compressed file cannot be read ({error!r:.80}).") from error
-    return Variance(basis, model.method, values, ending, shares, correction)
+    return Variance(basis, model.method, values, ending, correction)

@@ -15,9 +15,10 @@ of s is white, v may be diagonal in any orthonormal basis of the data.
 
 The variance determines two more things. Binned data can be decoded before the bins are resolved, so that the steps may
 end at a lower level: x is x_hat plus N(0, tau^2) and uniform noise of a bin's width w, rounded to a bin. Its mean is
-x_hat, and rounding alone has the variance w^2 f (1 - f) if x_hat is a fraction f of the width from a bin to the next;
-tau^2 is the share of v that decodes training samples best. And the cost of every step is known in advance: of all grids
-with k steps, `Variance.grid` is the one with the least expected bound.
+x_hat, and rounding alone has the variance w^2 f (1 - f) if x_hat is a fraction f of the width from a bin to the next.
+A network is less precise than that where bins are resolved, so the probability c that x lies beyond a bin becomes
+c^a / (c^a + (1 - c)^a). Of tau^2 / v and a, those are taken that decode training samples best. And the cost of every
+step is known in advance: of all grids with k steps, `Variance.grid` is the one with the least expected bound.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ STEPS = 64  # a correction is fitted to the cost of the steps of a chain of abou
 LARGEST_CORRECTION = 6.0  # of ln v
 LADDER = 512  # levels that the steps of a grid are chosen from
 SHARES = tuple(2.0**-i for i in range(8))  # tau^2 / v
+SHARPNESS = (1.0, 1.2, 1.4, 1.7, 2.0, 2.5)  # a
 SHARPEST = 0.02  # lower limit of tau, in bins
 UNIFORM = 2.0**-20  # part of a decoder that is uniform over the bins
 
@@ -177,19 +179,26 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """How binned data is decoded at each knot: tau^2 / v, the exponent a, and the average cost in nats."""
+
+    share: Float64[Tensor, " knots"]
+    sharpness: Float64[Tensor, " knots"]
+    cost: Float64[Tensor, " knots"]
+
+
+@dataclass(frozen=True)
 class Variance:
     """v(level), diagonal in a basis: ln v is linear between equally spaced points of ln(level).
 
-    `values` has a column for each group of coordinates. `ending` is the average cost in nats of decoding binned data at
-    these levels, None if the steps must lead to the last level, and `shares` are tau^2 / v. With a `correction` v is a
-    function of the latent and the prediction too.
+    `values` has a column for each group of coordinates. Without an `ending` the steps must lead to the last level. With
+    a `correction` v is a function of the latent and the prediction too.
     """
 
     basis: OrthonormalBasis
     method: Method
     values: Float[Tensor, "knots groups"]
-    ending: Float[Tensor, " knots"] | None = None
-    shares: Float[Tensor, " knots"] | None = None
+    ending: Ending | None = None
     correction: Correction | None = None
 
     def at(self, level: PerSample, latent: Data, x_hat: Data) -> Coordinates:
@@ -208,19 +217,20 @@ class Variance:
         return self._of_groups(level)[:, self.basis.groups.to(level.device)]
 
     def _of_groups(self, level: PerSample) -> Float64[Tensor, "batch groups"]:
-        logs = self.values.clamp(min=SMALLEST).log().to(level.device)
-        return self._between(level).at(logs).exp()
+        return _between(self.method, level, self.values)
 
-    def _between(self, level: PerSample) -> Interpolation:
-        return Interpolation.of(_knots(len(self.values), level.device), self.method.levels.cdf(level))
+    def decoder_at(self, level: PerSample) -> tuple[PerSample, PerSample]:
+        """tau^2 / v and the exponent a."""
+        if self.ending is None:
+            return torch.ones_like(level), torch.ones_like(level)
+        return _between(self.method, level, self.ending.share), _between(self.method, level, self.ending.sharpness)
 
-    def decoder(self, bins: Bins, level: PerSample, latent: Data, x_hat: Data) -> tuple[Data, Data]:
-        """x_hat and tau in units of the bins' width, counted from the first bin."""
+    def decoder(self, bins: Bins, level: PerSample, latent: Data, x_hat: Data) -> tuple[Data, Data, PerSample]:
+        """x_hat and tau in units of the bins' width, counted from the first bin, and the exponent a."""
         place = ((x_hat.double() - bins.low) / bins.width).clamp(0, bins.count - 1)
         v = self.basis.variances(self.at(level, latent, x_hat), x_hat) / bins.width**2
-        if self.shares is not None:
-            v = v * over(self._between(level).at(torch.log(self.shares.to(level))).exp(), v)
-        return place, torch.sqrt(v).clamp(min=SHARPEST)
+        share, a = self.decoder_at(level)
+        return place, torch.sqrt(v * over(share, v)).clamp(min=SHARPEST), a
 
     def grid(self, k: int) -> Levels:
         """The levels of k steps whose bound is expected to be the least."""
@@ -232,12 +242,18 @@ class Variance:
             cost[i, i + 1 :] = 0.5 * torch.log1p((gain[i + 1 :] - gain[i])[:, None] * v[i]) @ sizes
         ending = torch.cat([torch.full((LADDER,), math.inf, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
         if self.ending is not None:
-            ending = self._between(levels).at(torch.log(self.ending.cpu().double())).exp()
+            ending = _between(method, levels, self.ending.cost.cpu())
         return cheapest_grid(levels, cost, ending, k)
 
 
-def _knots(count: int, device: torch.device) -> Float64[Tensor, " {count}"]:
-    return torch.linspace(0, 1, count, dtype=torch.float64, device=device)
+def _interpolation(method: Method, level: PerSample, knots: int) -> Interpolation:
+    return Interpolation.of(torch.linspace(0, 1, knots, dtype=torch.float64).to(level.device), method.levels.cdf(level))
+
+
+def _between(method: Method, level: PerSample, values: Float[Tensor, "knots ..."]) -> Float64[Tensor, "batch ..."]:
+    """The value at each level, whose logarithm is linear between the knots."""
+    logs = values.double().clamp(min=SMALLEST).log().to(level.device)
+    return _interpolation(method, level, len(values)).at(logs).exp()
 
 
 class Correction(nn.Module):
@@ -284,23 +300,25 @@ def transition_kl(
 
 def decoding_loss(variance: Variance, bins: Bins, x: Data, latent: Data, x_hat: Data, level: PerSample) -> PerSample:
     """-ln p(x | latent) in nats; a small part of p is uniform over the bins."""
-    place, tau = variance.decoder(bins, level, latent, x_hat)
-    index = bins.indices(x).double()
-    beyond = torch.where(index < bins.count - 1, mass_beyond(index, place, tau), 0.0)
-    mass = torch.where(index > 0, mass_beyond(index - 1, place, tau), 1.0) - beyond
+    place, tau, a = variance.decoder(bins, level, latent, x_hat)
+    index, a = bins.indices(x).double(), over(a, place)
+    beyond = torch.where(index < bins.count - 1, mass_beyond(index, place, tau, a), 0.0)
+    mass = torch.where(index > 0, mass_beyond(index - 1, place, tau, a), 1.0) - beyond
     return -sum_over_data(torch.log((1 - UNIFORM) * mass.clamp(min=0) + UNIFORM / bins.count))
 
 
-def mass_beyond(bin_: Values, place: Values, tau: Values) -> Values:
-    """The probability that place plus N(0, tau^2) and uniform noise in [-1/2, 1/2] is rounded to a bin after `bin_`.
+def mass_beyond(bin_: Values, place: Values, tau: Values, a: Tensor) -> Values:
+    """The probability of the bins after `bin_`: c^a / (c^a + (1 - c)^a).
 
+    c is the probability that place plus N(0, tau^2) and uniform noise in [-1/2, 1/2] is rounded to a bin after `bin_`.
     It is the average of Phi((place - bin - u) / tau) over u in [0, 1], and z Phi(z) + phi(z) is the integral of Phi.
     """
 
     def integral(z: Values) -> Values:
         return z * torch.special.ndtr(z) + torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
 
-    return tau * (integral((place - bin_) / tau) - integral((place - bin_ - 1) / tau))
+    c = (tau * (integral((place - bin_) / tau) - integral((place - bin_ - 1) / tau))).clamp(0, 1)
+    return c**a / (c**a + (1 - c) ** a)
 
 
 def widened(variance: Variance, eps: Data, latent: Data, x_hat: Data, level: Float[Tensor, ""], gained: float) -> Data:
@@ -354,7 +372,7 @@ def fit_variance(method: Method, found: Predictions, basis: OrthonormalBasis, ba
     for part in found.batches(batch_size):
         squared = basis.coordinates((part.x - part.x_hat).double()).square()
         of_group = squared.new_zeros(len(squared), len(sizes)).index_add(1, groups, squared)
-        between = Interpolation.of(_knots(KNOTS, device), method.levels.cdf(part.level))
+        between = _interpolation(method, part.level, KNOTS)
         sums += between.scatter(of_group / sizes, KNOTS)
         counts += between.scatter(torch.ones_like(part.level)[:, None], KNOTS)
     average = (sums * sizes).sum(1, keepdim=True) / (sizes.sum() * counts.clamp(min=1e-9))
@@ -364,17 +382,20 @@ def fit_variance(method: Method, found: Predictions, basis: OrthonormalBasis, ba
 
 @torch.no_grad()
 def _with_ending(variance: Variance, found: Predictions, bins: Bins, batch_size: int) -> Variance:
-    """The variance with the share for each knot that decodes training samples around it best, and what that costs."""
-    sums, counts = torch.zeros(2, len(SHARES), KNOTS, dtype=torch.float64, device=found.x.device)
-    for i, share in enumerate(SHARES):
-        tried = replace(variance, shares=torch.full((KNOTS,), share, dtype=torch.float64))
-        for part in found.batches(batch_size):
-            nats = decoding_loss(tried, bins, part.x, part.latent, part.x_hat, part.level)
-            between = variance._between(part.level)
-            sums[i] += between.scatter(nats, KNOTS)
-            counts[i] += between.scatter(torch.ones_like(nats), KNOTS)
-    ending, best = (sums / counts.clamp(min=1e-9)).min(0)
-    return replace(variance, ending=ending, shares=torch.tensor(SHARES, dtype=torch.float64)[best.cpu()])
+    """The variance with the decoder that is best for training samples around each knot, and what that costs."""
+    best = Ending(*torch.ones(3, KNOTS, dtype=torch.float64))
+    for name, choices in (("share", SHARES), ("sharpness", SHARPNESS)):
+        sums, counts = torch.zeros(2, len(choices), KNOTS, dtype=torch.float64, device=found.x.device)
+        for i, choice in enumerate(choices):
+            tried = replace(variance, ending=replace(best, **{name: torch.full((KNOTS,), choice).double()}))
+            for part in found.batches(batch_size):
+                nats = decoding_loss(tried, bins, part.x, part.latent, part.x_hat, part.level)
+                between = _interpolation(variance.method, part.level, KNOTS)
+                sums[i] += between.scatter(nats, KNOTS)
+                counts[i] += between.scatter(torch.ones_like(nats), KNOTS)
+        cost, chosen = (sums / counts.clamp(min=1e-9)).min(0)
+        best = replace(best, cost=cost.cpu(), **{name: torch.tensor(choices, dtype=torch.float64)[chosen.cpu()]})
+    return replace(variance, ending=best)
 
 
 def _corrected(variance: Variance, found: Predictions, seed: int, batch_size: int) -> Variance:

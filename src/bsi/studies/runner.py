@@ -232,11 +232,13 @@ def _about(device: torch.device) -> dict[str, Any]:
 
 @lru_cache
 def _commit() -> str:
-    """The commit of this code, marked if the code was changed since; $BSI_COMMIT if there is no repository."""
+    """$BSI_COMMIT, or the commit of this code, marked if the code was changed since."""
+    if given := os.environ.get("BSI_COMMIT"):
+        return given
     command = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty= with changes"]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
-    return os.environ.get("BSI_COMMIT", "unknown")
+    return "unknown"
 
 
 def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> Path:
@@ -252,7 +254,8 @@ def write_outcome(study: Study, results: Results, about: Mapping[str, Any]) -> P
     made = [results.read(job).about for job in jobs] or [about]
     # How precisely bounds and distances were estimated, each once.
     protocol = [
-        f"bits/dim: the test set, {job.levels} levels and {job.recon} reconstructions of each image."
+        f"bits/dim: {'the test set' if job.images is None else f'the first {job.images:,} test images'}, "
+        f"{job.levels} levels and {job.recon} reconstructions of each."
         if isinstance(job, Bound)
         else f'{job.metric}: {job.num:,} samples against the test set if not stated; "at k" is in k steps.'
         for job in jobs

@@ -1,4 +1,4 @@
-"""Transitions with a predictive variance: a tighter bound and better samples with few, large steps.
+"""Transitions with a predictive variance: a tighter bound with few, large steps.
 
 In information coordinates the generative transition of the paper is N(s + D x_hat, D), with D = Lambda' - Lambda. It
 treats the prediction x_hat as if it were the sample. With a predictive variance v of x given s the transition is

@@ -8,7 +8,7 @@ importance-sampling   Figure "importance-sampling". One draw of the bound is |x 
 proposal              Figure "log-uniform-proposal". The log-uniform proposal rests on f(mu, lambda) = mu, which is
                       crude for broad beliefs and right for sharp ones: |mu - f| / |mu| falls for lambda > 1.
 variance-aware        New: the paper's transition treats a prediction as if it were the sample (`bsi.variance`). For few
-                      steps a variance makes the bound tighter, and the samples of the solver posterior better.
+                      steps a variance makes the bound tighter. Does it improve the samples of the solver posterior?
 """
 
 from __future__ import annotations

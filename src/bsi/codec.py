@@ -22,7 +22,6 @@ constriction (asymmetric numeral systems). codec_file.py has the file.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int64, Integer
+from jaxtyping import Float, Float64, Int, Int64, Integer
 from torch import Tensor
 
 from bsi.codec_file import (
@@ -57,15 +56,17 @@ from bsi.variance import Variance, basis_of, mass_beyond
 SPACING = 1.25  # of the latents' grids, in standard deviations of q or p, whichever is smaller
 RESTS = 128  # values of the rest of a mean
 NARROWEST, WIDEST, WIDTH_STEP = 0.02, 1e6, 0.01  # of standard deviations; the step is in the logarithm
-LONGEST = 1 << 9  # a longer table is computed as it is needed
+LONGEST = 1 << 9  # of a table
 FURTHEST = 1 << 20  # the distance from the end of a table to the last integer that can be coded
 # A batch starts only if the stack holds this multiple of the bits that it is expected to take, and these bits more.
 MARGIN, RESERVE = 1.1, 64
 PROBES = 4  # predictions whose hash a decoder compares before it starts
 
 Watch = Callable[[int, Tensor], None]  # is called with each step and its predictions
-Coordinates = Float64[np.ndarray, "batch n"]
-Places = Int64[np.ndarray, "batch n"]
+Coordinates = Float[Tensor, "batch n"]
+Places = Float64[Tensor, "batch n"]  # integers
+Numbers = Int[Tensor, " tables"]
+Variances = Float[Tensor, "#batch #n"]
 
 
 class CodedBatch(NamedTuple):
@@ -236,10 +237,11 @@ class _Chain:
 
     def encode(self, stack: Any, index: Integer[np.ndarray, "batch n"]) -> None:
         """Push a batch of samples."""
-        x = self._coordinates(index)
+        place = torch.from_numpy(index).to(self.model.device).double()
+        x = self._coordinates(place)
         first = self._start(x).pop(stack)
         latent = self._end(x, first).pop(stack)
-        self._decoder(latent).push(stack, index.astype(np.int64))
+        self._decoder(latent).push(stack, place)
         for i in range(self.last - 1, -1, -1):
             earlier = self._bridge(i, first, latent).pop(stack) if i else first
             self._transition(i, earlier).push(stack, latent)
@@ -254,87 +256,82 @@ class _Chain:
             if i:
                 self._bridge(i, first, later).push(stack, latent)
             latent = later
-        index = self._decoder(latent).pop(stack)
-        x = self._coordinates(index)
+        place = self._decoder(latent).pop(stack)
+        x = self._coordinates(place)
         self._end(x, first).push(stack, latent)
         self._start(x).push(stack, first)
-        return index
+        return place.cpu().numpy().astype(np.int32)
 
     def probe(self) -> str:
-        """A hash of predictions and decoders for fixed latents at some levels."""
+        """A hash of predictions and variances for fixed latents at some levels."""
         sha = hashlib.sha256()
         for i in np.linspace(0, self.last, PROBES).astype(int).tolist():
-            eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).numpy()
+            eps = standard_normal(0, torch.arange(2), i, (self.n,), torch.float64).to(self.model.device)
             for found in self._predict(i, eps * math.sqrt(self.information[i])):
                 sha.update(found.cpu().numpy().tobytes())
         return sha.hexdigest()
 
-    def _coordinates(self, index: Integer[np.ndarray, "batch n"]) -> Coordinates:
-        values = torch.from_numpy(self.bins.values(index)).reshape(-1, *self.model.shape)
-        return self.basis.coordinates(values).numpy()
+    def _coordinates(self, index: Places) -> Coordinates:
+        values = self.bins.low + index * self.bins.width
+        return self.basis.coordinates(values.reshape(-1, *self.model.shape))
 
     def _start(self, x: Coordinates) -> _Rounded:
         """q(s_0 | x)."""
-        return _latents(self.alpha[0] * x, self.std[0], self.spacing[0])
+        return _latents(self.alpha[0] * x, self.std[0] ** 2, self.spacing[0])
 
     def _end(self, x: Coordinates, first: Places) -> _Rounded:
         """q(s_k | s_0, x)."""
         mean = first * self.spacing[0] + self.known[-1] * x
-        return _latents(mean, self.std[-1], self.spacing[-1])
+        return _latents(mean, self.std[-1] ** 2, self.spacing[-1])
 
     def _bridge(self, i: int, first: Places, later: Places) -> _Rounded:
         """q(s_i | s_{i+1}, s_0)."""
         share, start = self.known[i] / self.known[i + 1], first * self.spacing[0]
         mean = start + share * (later * self.spacing[i + 1] - start)
-        return _latents(mean, self.std[i], self.spacing[i])
+        return _latents(mean, self.std[i] ** 2, self.spacing[i])
 
     def _prior(self, count: int) -> _Rounded:
         """p(s_0)."""
         std = float(self.model.method.prior(torch.ones(1, 1, dtype=torch.float64))) * self.scale[0]
-        return _latents(np.zeros((count, self.n)), std, self.spacing[0], tails=True)
+        mean = torch.zeros(count, self.n, dtype=torch.float64, device=self.model.device)
+        return _latents(mean, std**2, self.spacing[0], tails=True)
 
     def _transition(self, i: int, place: Places) -> _Rounded:
         """p(s_{i+1} | s_i)."""
         latent, gained = place * self.spacing[i], self.gained[i]
-        x_hat, v = self._watched(i, latent)
-        mean = latent + gained * self.basis.coordinates(x_hat).cpu().numpy()
-        return _latents(mean, np.sqrt(gained + gained**2 * v.cpu().numpy()), self.spacing[i + 1], tails=True)
+        x_hat, center, v = self._predict(i, latent)
+        self.watch(i, x_hat)
+        return _latents(latent + gained * center, gained + gained**2 * v, self.spacing[i + 1], tails=True)
 
     def _decoder(self, place: Places) -> _Rounded:
         """p(x | s_k), in units of the bins' width."""
-        x_hat, v = self._watched(self.last, place * self.spacing[-1])
-        mean = ((x_hat - self.bins.low) / self.bins.width).flatten(1).cpu().numpy()
-        std = np.sqrt(v.cpu().numpy())
-        return _Rounded(mean, std, tails=True, bins=self.bins.count, sharpness=self.sharpness)
-
-    def _watched(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
-        x_hat, v = self._predict(i, latent)
-        self.watch(i, x_hat)
-        return x_hat, v
+        x_hat, center, v = self._predict(self.last, place * self.spacing[-1])
+        self.watch(self.last, x_hat)
+        return _Rounded(center, v, tails=True, bins=self.bins.count, sharpness=self.sharpness)
 
     @torch.no_grad()
-    def _predict(self, i: int, latent: Coordinates) -> tuple[Tensor, Tensor]:
-        """x_hat at level i, clipped to the data's range, and the variance of its coordinates.
+    def _predict(self, i: int, latent: Coordinates) -> tuple[Tensor, Coordinates, Variances]:
+        """x_hat at level i, clipped to the data's range, its coordinates, and their variance.
 
-        At the last level the variance is the decoder's, for each value in units of the bins' width.
-
-        Without a variance the last prediction is the result of `method.decode`.
+        At the last level these are the values of x_hat in units of the bins' width, and the decoder's variance. Without
+        a `Variance` the last prediction is the result of `method.decode`.
         """
-        method, device = self.model.method, self.model.device
-        values = self.basis.values(torch.from_numpy(latent).to(device), torch.empty(len(latent), *self.model.shape))
-        psi = (values / self.scale[i] if self.scale[i] else torch.zeros_like(values)).float()
-        level, predict = self.levels[i].expand(len(psi)).to(device), self.model.denoiser
-        decodes = i == self.last and self.variance is None
-        x_hat = method.decode(psi, level, predict) if decodes else predict(psi, level)
+        method, variance = self.model.method, self.variance
+        at = latent / self.scale[i] if self.scale[i] else torch.zeros_like(latent)
+        psi = self.basis.values(at, at.new_empty(len(at), *self.model.shape)).float()
+        level, predict = self.levels[i : i + 1].to(at.device), self.model.denoiser
+        each, decodes = level.expand(len(at)), i == self.last and variance is None
+        x_hat = method.decode(psi, each, predict) if decodes else predict(psi, each)
         x_hat = torch.nan_to_num(x_hat).clamp(self.bins.low, self.bins.high)
-        if self.variance is None:
-            last = 1 / (method.recon_precision * self.bins.width**2)
-            v = torch.full((len(x_hat), self.n), last if i == self.last else 0.0, dtype=torch.float64, device=device)
-        elif i == self.last:
-            v = self.variance.decoder(self.bins, level, psi, x_hat)[1].square().flatten(1)
-        else:
-            v = self.variance.at(level, psi, x_hat)
-        return x_hat.double(), v
+        if i == self.last:
+            center = ((x_hat.double() - self.bins.low) / self.bins.width).flatten(1)
+            if variance is not None:
+                return x_hat, center, variance.decoder(self.bins, each, psi, x_hat)[1].square().flatten(1)
+            return x_hat, center, _number(1 / (method.recon_precision * self.bins.width**2), center)
+        center = self.basis.coordinates(x_hat.double())
+        if variance is None:
+            return x_hat, center, _number(0.0, center)
+        return x_hat, center, variance.of_coordinates(level, at.float(), center.float())
 
 
 class _Rounded:
@@ -343,78 +340,98 @@ class _Rounded:
     The rest of the mean and the standard deviation are rounded to few values, so that many integers share their
     distribution and are coded by one call with one table. If an offset may lie in the `tails`, beyond the table, the
     table's ends stand for it, and the distance from them is coded uniformly. With `bins`, the first and the last of
-    them are the ends of the tables; with a `sharpness`, the distribution is that of `variance.mass_beyond`.
+    them are the ends of the tables; with a `sharpness`, the distribution is that of `variance.mass_beyond`. All but the
+    calls of the coder runs on the device of the mean.
     """
 
     def __init__(
-        self, mean: Coordinates, std: Coordinates, tails: bool, bins: int | None = None, sharpness: float | None = None
+        self,
+        mean: Coordinates,
+        variance: Variances,
+        tails: bool,
+        bins: int | None = None,
+        sharpness: float | None = None,
     ) -> None:
-        self.center, self.tails = np.rint(mean), tails
-        rest = np.rint((mean - self.center) * RESTS).reshape(-1)
-        width = np.rint(np.log(np.clip(std, NARROWEST, WIDEST) / NARROWEST) / WIDTH_STEP).reshape(-1)
-        self.last = 4 + np.ceil(6 * _std(width)).astype(np.int64)
-        self.below, above, shared = self.last, self.last, (width * (RESTS + 1) + rest + RESTS // 2).astype(np.int64)
+        self.center, self.tails = torch.round(mean), tails
+        rest = torch.round((mean - self.center) * RESTS).int()
+        square = variance.float().clamp(NARROWEST**2, WIDEST**2) / NARROWEST**2
+        width = torch.round(torch.log(square) / (2 * WIDTH_STEP)).int()
+        self.last = 4 + torch.ceil(6 * NARROWEST * torch.exp(width * WIDTH_STEP)).int()
+        self.below, above, shared = self.last, self.last, width * (RESTS + 1) + rest + RESTS // 2
         if bins is not None:
-            center, size = self.center.astype(np.int64).reshape(-1), self.last.max(initial=0) + 1
-            self.below, above = np.minimum(self.last, center), np.minimum(self.last, bins - 1 - center)
-            shared = (shared * size + self.below) * size + above
-        first = shared.min()
-        # NumPy sorts 16 bits in linear time.
-        self.order = np.argsort((shared - first).astype(np.min_scalar_type(shared.max() - first)), kind="stable")
-        starts = np.append(0, np.flatnonzero(np.diff(shared[self.order])) + 1)
-        self.counts = np.diff(np.append(starts, len(shared))).tolist()
-        columns = (each[self.order[starts]].astype(int).tolist() for each in (width, rest, self.below, above))
-        self.tables = [_table(*each, sharpness) for each in zip(*columns, strict=True)]
+            self.below, above = self.last.minimum(self.center.int()), self.last.minimum(bins - 1 - self.center.int())
+            shared = (shared.long() * bins + self.below) * bins + above
+        shared = shared.flatten()
+        self.order = _stable_order(shared)
+        _, counts = torch.unique_consecutive(shared.index_select(0, self.order), return_counts=True)
+        first = self.order[counts.cumsum(0) - counts]
+        width, rest, below, above = (x.expand_as(rest).flatten()[first] for x in (width, rest, self.below, above))
+        self.tables, self.counts = _tables(width, rest, below, above, sharpness), counts.tolist()
 
     def pop(self, stack: Any) -> Places:
         found = [stack.decode(table, count) for table, count in zip(self.tables, self.counts, strict=True)]
-        offset = np.empty(len(self.order), np.int64)
-        offset[self.order] = np.concatenate(found)
-        offset -= self.below
-        if self.tails and len(beyond := np.flatnonzero(np.abs(offset) == self.last)):
-            further = stack.decode(_stream().model.Uniform(FURTHEST), len(beyond))
-            offset[beyond] += np.sign(offset[beyond]) * further
-        return self.center.astype(np.int64) + offset.reshape(self.center.shape)
+        symbols = torch.from_numpy(np.concatenate(found)).to(self.center)
+        offset = torch.empty_like(symbols).scatter_(0, self.order, symbols).reshape(self.center.shape) - self.below
+        if self.tails:
+            beyond = torch.nonzero(offset.abs() == self.last, as_tuple=True)
+            further = stack.decode(_stream().model.Uniform(FURTHEST), len(beyond[0]))
+            offset[beyond] += offset[beyond].sign() * torch.from_numpy(further).to(offset)
+        return self.center + offset
 
     def push(self, stack: Any, place: Places) -> None:
-        offset = (place - self.center.astype(np.int64)).reshape(-1)
-        further = np.abs(offset) - self.last
-        if further.max(initial=0) >= (FURTHEST if self.tails else 1):
+        offset = place - self.center
+        further = offset.abs() - self.last
+        beyond = further[further >= (0 if self.tails else 1)].cpu().numpy()
+        if beyond.max(initial=-1) >= (FURTHEST if self.tails else 0):
             raise UsageError("a latent lies too far from its prediction to be coded. Use more steps, or train longer.")
-        if self.tails and len(beyond := np.flatnonzero(further >= 0)):
-            stack.encode_reverse(further[beyond].astype(np.int32), _stream().model.Uniform(FURTHEST))
-        symbols = (np.clip(offset, -self.last, self.last) + self.below)[self.order].astype(np.int32)
-        stop = len(symbols)
+        stack.encode_reverse(beyond.astype(np.int32), _stream().model.Uniform(FURTHEST))
+        ends = (offset.clamp(-self.last, self.last) + self.below).int().flatten()
+        symbols, stop = ends.index_select(0, self.order).cpu().numpy(), len(ends)
         for table, count in zip(reversed(self.tables), reversed(self.counts), strict=True):
             stack.encode_reverse(symbols[stop - count : stop], table)
             stop -= count
 
 
-def _latents(mean: Coordinates, std: Coordinates | float, spacing: float, tails: bool = False) -> _Rounded:
+def _latents(mean: Coordinates, variance: Variances | float, spacing: float, tails: bool = False) -> _Rounded:
     """Normals on the multiples of `spacing`."""
-    std = np.sqrt(np.maximum(np.square(std / spacing) - 1 / 12, 0.0))  # rounding adds 1/12
-    return _Rounded(mean / spacing, np.broadcast_to(std, mean.shape), tails)
+    variance = variance if isinstance(variance, Tensor) else _number(variance, mean)
+    return _Rounded(mean / spacing, variance / spacing**2 - 1 / 12, tails)  # rounding adds 1/12
 
 
-def _std(width: Any) -> Any:
-    return NARROWEST * np.exp(width * WIDTH_STEP)
+def _number(value: float, like: Tensor) -> Float64[Tensor, "1 1"]:
+    return torch.full((1, 1), value, dtype=torch.float64, device=like.device)
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _table(width: int, rest: int, below: int, above: int, sharpness: float | None) -> Any:
-    """The distribution of the offsets from -below to above, counted from 0."""
-    std, mean, model = float(_std(width)), rest / RESTS, _stream().model
-    if below + above > LONGEST:
-        return model.QuantizedGaussian(0, below + above, below + mean, std)
-    offset = torch.arange(-below, above).double()
-    means, stds = torch.full_like(offset, mean), torch.full_like(offset, std)
-    beyond = (
-        torch.special.ndtr((means - offset - 0.5) / stds)
-        if sharpness is None
-        else mass_beyond(offset, means, stds, torch.full_like(offset, sharpness))
-    )
-    ends = torch.ones(1), beyond, torch.zeros(1)
-    return model.Categorical(-torch.diff(torch.cat(ends)).clamp(max=0).numpy(), perfect=False, lazy=False)
+def _stable_order(numbers: Integer[Tensor, " n"]) -> Int64[Tensor, " n"]:
+    """The order that sorts numbers >= 0; equal ones stay in their order."""
+    if numbers.device.type != "cpu":
+        return torch.argsort(numbers, stable=True)
+    # NumPy sorts 16 bits in linear time, and much faster than torch.
+    rest = numbers.numpy() - int(numbers.min())
+    order = np.argsort(rest.astype(np.uint16), kind="stable")
+    for shift in range(16, int(rest.max()).bit_length(), 16):
+        order = order[np.argsort((rest[order] >> shift).astype(np.uint16), kind="stable")]
+    return torch.from_numpy(order)
+
+
+def _tables(width: Numbers, rest: Numbers, below: Numbers, above: Numbers, sharpness: float | None) -> list[Any]:
+    """The distributions of the offsets from -below to above, counted from 0."""
+    model, sizes = _stream().model, below + above + 1
+    mean, std = below + rest.double() / RESTS, NARROWEST * torch.exp(width.double() * WIDTH_STEP)
+    reach = torch.arange(min(int(sizes.max()), LONGEST), dtype=torch.float64, device=mean.device)
+    offset, means, stds = torch.broadcast_tensors(reach, mean[:, None], std[:, None])
+    if sharpness is None:
+        beyond = torch.special.ndtr((means - offset - 0.5) / stds)
+    else:
+        beyond = mass_beyond(offset, means, stds, _number(sharpness, offset))
+    beyond = torch.where(offset < sizes[:, None] - 1, beyond, 0.0)
+    masses = torch.diff(1 - beyond, prepend=torch.zeros_like(beyond[:, :1])).clamp(min=0).cpu().numpy()
+    return [
+        model.Categorical(mass[:size], perfect=False, lazy=False)
+        if size <= LONGEST  # a longer table is computed as it is needed
+        else model.QuantizedGaussian(0, size - 1, at, width)
+        for mass, size, at, width in zip(masses, sizes.tolist(), mean.tolist(), std.tolist(), strict=True)
+    ]
 
 
 def _stream() -> Any:

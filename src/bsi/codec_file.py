@@ -30,7 +30,7 @@ from bsi.model import Model
 from bsi.values import Bins
 from bsi.variance import Correction, Ending, Variance, basis_of
 
-MAGIC = b"BSI\x04"
+MAGIC = b"BSI\x05"
 HASH_BYTES = 32
 MOST_HEADER = 1 << 24
 MOST_BATCH = 1 << 16

@@ -86,9 +86,17 @@ class OrthonormalBasis:
         return self._apply(v.reshape(-1, *self.shape), squares).reshape(like.shape)
 
     def _apply(self, x: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
+        shape = x.shape
         for axis, matrix in enumerate(matrices, start=1):
-            if matrix is not None:
-                x = torch.movedim(torch.movedim(x, axis, -1) @ matrix.to(x.device, x.dtype), -1, axis)
+            if matrix is None:
+                continue
+            size, matrix = shape[axis], matrix.to(x.device, x.dtype)
+            if axis == x.ndim - 1:
+                x = x @ matrix
+            else:  # a product for each index before the axis: nothing is transposed
+                rows = x.reshape(-1, size, math.prod(shape[axis + 1 :]))
+                x = torch.bmm(matrix.T.expand(len(rows), size, size), rows)
+            x = x.reshape(shape)
         return x
 
 
@@ -158,15 +166,15 @@ class Blocks:
         pairs = [(size // side, side) for size, side in zip(shape[1:], self.sides, strict=True)]
         self.split = (shape[0], *itertools.chain(*pairs))
         inner, outer = range(3, len(self.split) + 1, 2), range(2, len(self.split), 2)
-        self.order = (0, 1, *inner, *outer)
+        self.order = (0, *outer, 1, *inner)
         self.blocks = [count for count, _ in pairs] or [1]
 
     def to_channels(self, coordinates: Tensor) -> Tensor:
         split = coordinates.reshape(-1, *self.split).permute(self.order)
-        return split.reshape(len(coordinates), self.channels, *self.blocks)
+        return split.reshape(len(coordinates), *self.blocks, self.channels).movedim(-1, 1)
 
     def from_channels(self, x: Tensor) -> Tensor:
-        split = x.reshape(len(x), *(self.split[axis - 1] for axis in self.order[1:]))
+        split = x.movedim(1, -1).reshape(len(x), *(self.split[axis - 1] for axis in self.order[1:]))
         back = [self.order.index(axis) for axis in range(len(self.order))]
         return split.permute(back).reshape(len(x), -1)
 
@@ -203,14 +211,21 @@ class Variance:
 
     def at(self, level: PerSample, latent: Data, x_hat: Data) -> Coordinates:
         """The predictive variance of each coordinate at these levels, given the latents and the predictions."""
+        if self.correction is None:
+            return self.of_level(level)
+        return self.of_coordinates(level, self.basis.coordinates(latent), self.basis.coordinates(x_hat))
+
+    def of_coordinates(self, level: Levels, latent: Coordinates, x_hat: Coordinates) -> Float[Tensor, "_ coordinates"]:
+        """`at` for coordinates of the latents and the predictions. One level stands for that of all samples."""
         v = self.of_level(level)
         if self.correction is None:
             return v
         encoder = self.method.encoder(level)
         noise = encoder.noise.clamp(min=1e-6)  # BFN's first latent is 0, without noise
-        rest = (latent - over(encoder.signal, latent) * x_hat) / over(noise, latent)
-        x, eps, rho = self.basis.coordinates(x_hat), self.basis.coordinates(rest), (encoder.signal / noise)[:, None]
-        return v * self.correction(x, (rho * x).square(), eps.square(), rho.square() * v).exp().to(v)
+        eps = (latent - over(encoder.signal, latent) * x_hat) / over(noise, latent)
+        rho = over(encoder.signal / noise, latent)
+        relative = (rho.square() * v.to(rho)).expand_as(x_hat)
+        return v * self.correction(x_hat, (rho * x_hat).square(), eps.square(), relative).exp().to(v)
 
     def of_level(self, level: PerSample) -> Coordinates:
         """The variance without the correction."""

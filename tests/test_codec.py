@@ -67,6 +67,14 @@ def test_a_long_first_step_with_a_large_variance_is_coded() -> None:
     assert torch.equal(decompress(ours, compress(ours, x, 4, variance).blob), x)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [None, "dct", "learned"])
+def test_decompression_is_lossless_on_a_gpu(name: str | None) -> None:
+    ours, x = model().to("cuda"), data()
+    variance = None if name is None else ours.fit_variance(x.to("cuda"), name)
+    assert torch.equal(decompress(ours, compress(ours, x, 4, variance).blob), x)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_samples_are_stored_uncompressed(count: int) -> None:
     packed = compress(model(), data(count), steps=8)

@@ -165,6 +165,9 @@ def test_a_learned_variance_depends_on_the_prediction(shape: tuple[int, ...], co
     for name in ("pixels", "learned"):
         variance = named_variance(name, method, predict, train)
         found = torch.log1p(20 * variance.at(level, latent, x_hat)) - torch.log1p(20 * exact)
+        basis = variance.basis
+        of_one_level = variance.of_coordinates(level[:1], basis.coordinates(latent), basis.coordinates(x_hat))
+        assert torch.allclose(of_one_level.expand_as(found), variance.at(level, latent, x_hat))
         off[name], kl[name] = float(found.square().mean()), transition_kl(variance, fresh, latent, x_hat, level, gained)
     assert off["learned"] < 0.7 * off["pixels"]
     gain = kl["pixels"] - kl["learned"]

@@ -340,8 +340,8 @@ class _Rounded:
     The rest of the mean and the standard deviation are rounded to few values, so that many integers share their
     distribution and are coded by one call with one table. If an offset may lie in the `tails`, beyond the table, the
     table's ends stand for it, and the distance from them is coded uniformly. With `bins`, the first and the last of
-    them are the ends of the tables; with a `sharpness`, the distribution is that of `variance.mass_beyond`. All but the
-    calls of the coder runs on the device of the mean.
+    them are the ends of the tables; with a `sharpness`, the distribution is that of `variance.mass_beyond`. Everything
+    but the entropy coder runs on the device of the mean.
     """
 
     def __init__(
@@ -403,10 +403,10 @@ def _number(value: float, like: Tensor) -> Float64[Tensor, "1 1"]:
 
 
 def _stable_order(numbers: Integer[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """The order that sorts numbers >= 0; equal ones stay in their order."""
+    """The order that sorts numbers; equal ones stay in theirs."""
     if numbers.device.type != "cpu":
         return torch.argsort(numbers, stable=True)
-    # NumPy sorts 16 bits in linear time, and much faster than torch.
+    # NumPy sorts 16 bits in linear time, and faster than torch.
     rest = numbers.numpy() - int(numbers.min())
     order = np.argsort(rest.astype(np.uint16), kind="stable")
     for shift in range(16, int(rest.max()).bit_length(), 16):

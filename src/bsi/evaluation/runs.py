@@ -141,9 +141,10 @@ def evaluated(run: EvaluatedRun, split: Split, limit: int | None = None) -> Eval
 
 
 def fitted_variance(model: Model, dataset: Dataset | str, kind: str, batch_size: int = 256) -> Variance | None:
-    """The predictive variance of a model, fitted to random samples of a dataset's training part; None for `none`."""
-    if kind == "none":
-        return None
+    """The predictive variance of a model, fitted to random samples of a dataset's training part unless the model has
+    one; None for `none`."""
+    if kind == "none" or kind in model.variances:
+        return model.variance(kind)
     try:
         rows = (open_dataset(dataset) if isinstance(dataset, str) else dataset).split("train")
     except DataError as error:

@@ -32,7 +32,7 @@ from bsi.recipes import autoencoder_mini, digits
 from bsi.runtime import checkpoint, out_of_memory
 from bsi.runtime.distributed import Place, World
 from bsi.runtime.export import DataSpec, export
-from bsi.training.sharding import ShardedEngine, blocks_of, large_layers
+from bsi.training.sharding import ShardedEngine, blocks_of, large_layers, shard
 from faults.runs import Ended, Entry, fault, fingerprint, latest, metrics, samples, sequence, status
 
 STOPS = (1, 11)
@@ -375,6 +375,52 @@ def test_an_evaluation_has_the_average_and_leaves_no_weights_behind(alone: World
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+RANK = """
+import sys, torch, torch.distributed as dist
+from dataclasses import replace
+import bsi
+from bsi.backbones import build
+from bsi.backbones.config import UNetConfig
+from bsi.recipes import digits
+from bsi.runtime.distributed import Place, World
+from bsi.training.sharding import shard
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+torch.manual_seed(0)
+with torch.device("cpu" if rank == 0 else "meta"):
+    network = build(UNetConfig(width=4, levels=1, dropout=0.0), (1, 8, 8), 17)
+plain = {name: value.clone() for name, value in network.state_dict().items()}
+model = bsi.Model(network, bsi.BSI(), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
+shard(replace(digits(), parallel="fsdp", compile=False), model, World(Place(rank, 2), torch.device("cpu")), None, 2)
+whole = {name: p.full_tensor() for name, p in model.denoiser.backbone.named_parameters()}
+if rank == 0:
+    assert all(torch.equal(value, plain[name]) for name, value in whole.items())
+    assert any(p.to_local().numel() < p.numel() for p in model.denoiser.backbone.parameters())
+sums = torch.stack([value.double().sum() for value in whole.values()])
+torch.save(sums, f"{folder}/sums-{rank}")
+dist.barrier()
+"""
+
+
+def test_only_the_first_rank_needs_memory_for_all_weights(tmp_path: Path) -> None:
+    """The other rank builds on the meta device, and has rows of the first rank's weights, to the bit."""
+    words = [sys.executable, "-c", RANK]
+    ranks = [subprocess.Popen([*words, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"sums-{rank}") for rank in range(2))
+    assert torch.equal(first, second)
+    assert bool(torch.isfinite(first).all())
+
+
+def test_a_parameter_in_two_places_is_an_error(alone: World) -> None:
+    model = model_of(DiTConfig(width=16, depth=2, heads=2, patch=4, dropout=0.0))
+    blocks = blocks_of(model.denoiser.backbone)
+    blocks[1].attention = blocks[0].attention
+    with pytest.raises(UsageError, match="two places"):
+        shard(digits(), model, alone, None, 1)
+
+
 def test_a_network_without_blocks_is_an_error() -> None:
     with pytest.raises(UsageError, match="ModuleList"):
         blocks_of(nn.Linear(2, 2))
@@ -410,7 +456,7 @@ def test_rows_are_read_from_the_files_that_have_them(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_to_build_a_sharded_network_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank builds all weights on its host first."""
+    """The first rank builds all weights on its host."""
     recipe, world = replace(digits(), parallel="fsdp"), World(Place(), torch.device("cpu"))
     data = DataSpec("digits", "", 1797, (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
     monkeypatch.setattr(out_of_memory, "host_memory", lambda sharing: 1000)

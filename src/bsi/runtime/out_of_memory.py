@@ -30,17 +30,17 @@ LEAST, MOST = 0.85, 1.75  # measured ratios to the estimate, on a CPU
 def check_host(recipe: Recipe, data: DataSpec, world: World) -> None:
     """Raise if the host's memory does not suffice. Every rank must call it, and all raise together.
 
-    A rank that shards a network builds it on its host first; on a CPU, the steps need memory of the host.
+    The first rank builds a sharded network on its host; on a CPU, the steps need memory of the host.
     """
     memory, sharing = _estimate(recipe, data, world), world.place.local_size
     with world.together():
-        if recipe.sharded and recipe.backbone is not None:
-            weights, there = 4 * cost(recipe.backbone, *data.sizes).parameters, host_memory(sharing)
+        if recipe.sharded and recipe.backbone is not None and world.first:
+            weights, there = 4 * cost(recipe.backbone, *data.sizes).parameters, host_memory(1)
             if weights > there:
                 raise UsageError(
-                    f"not enough memory: each rank builds all weights on its host before it keeps its part, got "
-                    f"{readable_bytes(weights)}, and this process can have {readable_bytes(there)}. Use hosts with "
-                    f"more memory, fewer ranks on each, or a smaller --backbone."
+                    f"not enough memory: the first rank builds all weights on its host before they are divided, got "
+                    f"{readable_bytes(weights)}, and this host has {readable_bytes(there)}. Use a host with more "
+                    f"memory, or a smaller --backbone."
                 )
         if world.device.type == "cpu" and memory is not None:
             needed = round(LEAST * (memory.bytes(_at_a_time(recipe, world), world.size) - CONTEXT))

@@ -7,11 +7,11 @@ The unit that is gathered is a block, or another layer of more than a million pa
 Blocks are gathered and compute in the run's 16 bits if it has them; gradients are summed in float32. The norm of the
 gradient is a sum over ranks, and Muon gathers one matrix at a time. A checkpoint holds every rank's rows.
 
-Every rank builds the network on its host as a single rank would, takes the first rank's weights, and keeps its rows:
-sharded weights are those of an unsharded build to the bit, for any network. A rank's host needs memory for all weights
-until then. For an evaluation every rank gathers the average of all weights into a plain copy of the network. In the
-audit mode every rank has all of it: a vectorized update rounds the last elements of a tensor differently, so that parts
-would not have the bits of the whole.
+The first rank builds the network on its host as a single rank would; the others build it on the meta device, without
+memory. Each tensor is then sent to all devices, which keep their rows: sharded weights are those of an unsharded build
+to the bit, for any network. For an evaluation every rank gathers the average of all weights into a plain copy of the
+network. In the audit mode every rank has all of it: a vectorized update rounds the last elements of a tensor
+differently, so that parts would not have the bits of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import swap_tensors
 
 from bsi.backbones.acceleration import compile_regions
@@ -44,14 +44,15 @@ from bsi.training.optimizers import Optimizers, polar
 from bsi.training.step import Engine, Rows, Stream
 
 
+@torch.no_grad()
 def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None, shards: int) -> None:
     """Divide a model among groups of `shards` ranks, in place."""
     backbone, kind = model.denoiser.backbone, world.device.type
     blocks = blocks_of(backbone)
-    for tensor in backbone.state_dict().values():
-        there = tensor.to(world.device)
-        world.broadcast(there)
-        tensor.copy_(there)
+    if len([*backbone.named_parameters(remove_duplicate=False)]) > len([*backbone.parameters()]):
+        raise UsageError(f"{type(backbone).__name__} uses a parameter in two places. Use --parallel ddp.")
+    weights = [tensor.detach() for tensor in _tensors(backbone)]  # those of the first rank count
+    backbone.to("meta")
     sizes = (shards,) if shards == world.size else (world.size // shards, shards)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
     for block in [*large_layers(backbone, blocks), *reversed(blocks)]:  # inner blocks before those around them
@@ -60,9 +61,22 @@ def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None, 
         policy = MixedPrecisionPolicy(half if narrow else None, torch.float32, cast_forward_inputs=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(backbone, mesh=mesh, reshard_after_forward=True)
+    backbone.to_empty(device=world.device)
+    for weight, tensor in zip(weights, _tensors(backbone), strict=True):
+        whole = weight.to(world.device) if world.first else torch.empty_like(weight, device=world.device)
+        world.broadcast(whole)
+        if isinstance(tensor, DTensor):
+            mine = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(mine.to_local())
+        else:
+            tensor.copy_(whole)
     if isinstance(backbone, Backbone) and recipe.compile and compiles(world.device):
         compile_regions(backbone)
     model.to(world.device)
+
+
+def _tensors(backbone: nn.Module) -> list[Tensor]:
+    return [*backbone.parameters(), *backbone.buffers()]
 
 
 def blocks_of(backbone: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -177,10 +177,14 @@ def train(
         with enough_to_train(recipe, spec, world, watchdog):
             half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
             torch.manual_seed(derive(recipe.seed, "init"))
-            model = build_model(recipe, spec, backbone, opened.autoencoder)
+            elsewhere = recipe.sharded and not world.first  # the first rank sends its weights
+            with torch.device("meta") if elsewhere and backbone is None else nullcontext():
+                network = spec.build(recipe.backbone) if backbone is None and recipe.backbone is not None else backbone
+            model = build_model(recipe, spec, network, opened.autoencoder)
             _check_model(model, recipe)
-            if init_from is not None and resumed.checkpoint is None:
-                set_weights(model, read_trained(Path(init_from)), str(init_from))
+            with world.together():
+                if init_from is not None and resumed.checkpoint is None and not elsewhere:
+                    set_weights(model, read_trained(Path(init_from)), str(init_from))
             model = _fastest(model if recipe.sharded else model.to(world.device), recipe, half).train()
             engine = enter(closing(engine_of(recipe, model, world, half)))
         if begin is not None and world.first:

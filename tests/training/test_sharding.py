@@ -394,11 +394,9 @@ plain = {name: value.clone() for name, value in network.state_dict().items()}
 model = bsi.Model(network, bsi.BSI(), (1, 8, 8), bsi.Bins(-1.0, 1.0, 17))
 shard(replace(digits(), parallel="fsdp", compile=False), model, World(Place(rank, 2), torch.device("cpu")), None, 2)
 whole = {name: p.full_tensor() for name, p in model.denoiser.backbone.named_parameters()}
+assert any(p.to_local().numel() < p.numel() for p in model.denoiser.backbone.parameters())
 if rank == 0:
-    assert all(torch.equal(value, plain[name]) for name, value in whole.items())
-    assert any(p.to_local().numel() < p.numel() for p in model.denoiser.backbone.parameters())
-sums = torch.stack([value.double().sum() for value in whole.values()])
-torch.save(sums, f"{folder}/sums-{rank}")
+    assert whole and all(torch.equal(value, plain[name]) for name, value in whole.items())
 dist.barrier()
 """
 
@@ -408,9 +406,6 @@ def test_only_the_first_rank_needs_memory_for_all_weights(tmp_path: Path) -> Non
     words = [sys.executable, "-c", RANK]
     ranks = [subprocess.Popen([*words, str(rank), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    first, second = (torch.load(tmp_path / f"sums-{rank}") for rank in range(2))
-    assert torch.equal(first, second)
-    assert bool(torch.isfinite(first).all())
 
 
 def test_a_parameter_in_two_places_is_an_error(alone: World) -> None:

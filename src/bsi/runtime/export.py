@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -220,13 +220,17 @@ def class_name(network: nn.Module) -> str:
 
 def build_model(
     recipe: Recipe | ModelSpec, data: DataSpec, backbone: nn.Module | None = None,
-    autoencoder: StoredAutoencoder | None = None,
+    autoencoder: StoredAutoencoder | None = None, meta: bool = False,
 ) -> Model:  # fmt: skip
-    """Build the model of a recipe for the described data; `backbone` is the caller's own network."""
+    """Build the model of a recipe for the described data; `backbone` is the caller's own network.
+
+    With `meta` a network of the recipe has no memory: its parameters are on the meta device.
+    """
     if backbone is None:
         if recipe.backbone is None:
             raise UsageError("this recipe has no network of its own. Pass backbone=...")
-        backbone = data.build(recipe.backbone)
+        with torch.device("meta") if meta else nullcontext():
+            backbone = data.build(recipe.backbone)
     elif isinstance(backbone, Backbone) and backbone.shape != data.latent_shape:
         shapes = f"got {backbone.shape} and {data.latent_shape}"
         raise UsageError(f"the network and the data must have one shape, {shapes}. Build the network for this data.")

@@ -215,7 +215,7 @@ SHOWN = 8  # points of a rate-distortion curve in its table
 def variance_aware(scale: Scale) -> StudySteps:
     network, ks = scale.transitions("bsi"), scale.ks
     steps = sorted({FEWEST, *(k for k in ks if k <= MOST)})
-    infinite = Bound(network, scale.finite_levels, scale.recon, images=scale.transition_images)
+    infinite = Bound(network, scale.finite_levels, scale.recon, images=scale.profile_images)
     bounds = {kind: [replace(infinite, finite_k=k, variance=kind) for k in ks] for kind in KINDS}
     solvers = ("posterior", NOISY_SOLVER, FLOW_SOLVER)
     samplers = {solver: [Sampler(k, solver, OURS.grid) for k in steps] for solver in solvers}

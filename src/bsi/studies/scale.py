@@ -92,7 +92,6 @@ class Scale:
     ks: tuple[int, ...]  # of L_M^k; up to most_steps also of the samplers in Figure "fid-convergence"
     profile_levels: int
     profile_images: int
-    transition_images: int | None = None  # for bounds with variances; None for the test set
     batch: int  # also of samples
 
     # Parameter studies
@@ -187,7 +186,6 @@ MINI = Scale(
     ks=(8, 16, 32, 64, 128, 256, 512, 1024),
     profile_levels=129,
     profile_images=1000,
-    transition_images=1000,
     batch=1024,
     # Few values, and three seeds each: one seed leaves most verdicts open.
     lambda_0=(1e-4, 1e-2, 1.0),
@@ -218,7 +216,6 @@ SMOKE = replace(
     ks=(4, 16, 32, 128),
     profile_levels=33,
     profile_images=64,
-    transition_images=None,
     batch=256,
     trained_k=(16,),
     parameter_steps=(8, 32),

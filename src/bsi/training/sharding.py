@@ -7,11 +7,11 @@ The unit that is gathered is a block, or another layer of more than a million pa
 Blocks are gathered and compute in the run's 16 bits if it has them; gradients are summed in float32. The norm of the
 gradient is a sum over ranks, and Muon gathers one matrix at a time. A checkpoint holds every rank's rows.
 
-The first rank builds the network on its host as a single rank would; the others build it on the meta device, without
-memory. Each tensor is then sent to all devices, which keep their rows: sharded weights are those of an unsharded build
-to the bit, for any network. For an evaluation every rank gathers the average of all weights into a plain copy of the
-network. In the audit mode every rank has all of it: a vectorized update rounds the last elements of a tensor
-differently, so that parts would not have the bits of the whole.
+The first rank builds the recipe's network on its host as a single rank would; the others build it on the meta device,
+without memory. Each tensor is then sent to all devices, which keep their rows: sharded weights are those of an
+unsharded build to the bit, also those of the caller's own network. For an evaluation every rank gathers the average of
+all weights into a plain copy of the network. In the audit mode every rank has all of it: a vectorized update rounds the
+last elements of a tensor differently, so that parts would not have the bits of the whole.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shard(recipe: Recipe, model: Model, world: World, half: torch.dtype | None, 
     blocks = blocks_of(backbone)
     if len([*backbone.named_parameters(remove_duplicate=False)]) > len([*backbone.parameters()]):
         raise UsageError(f"{type(backbone).__name__} uses a parameter in two places. Use --parallel ddp.")
-    weights = [tensor.detach() for tensor in _tensors(backbone)]  # those of the first rank count
+    weights = [tensor.detach() for tensor in _tensors(backbone)]  # the first rank sends its own
     backbone.to("meta")
     sizes = (shards,) if shards == world.size else (world.size // shards, shards)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])

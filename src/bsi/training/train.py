@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -178,9 +178,7 @@ def train(
             half = compute_dtype("float32" if recipe.audit else recipe.precision, world.device)
             torch.manual_seed(derive(recipe.seed, "init"))
             elsewhere = recipe.sharded and not world.first  # the first rank sends its weights
-            with torch.device("meta") if elsewhere and backbone is None else nullcontext():
-                network = spec.build(recipe.backbone) if backbone is None and recipe.backbone is not None else backbone
-            model = build_model(recipe, spec, network, opened.autoencoder)
+            model = build_model(recipe, spec, backbone, opened.autoencoder, meta=elsewhere)
             _check_model(model, recipe)
             with world.together():
                 if init_from is not None and resumed.checkpoint is None and not elsewhere:
